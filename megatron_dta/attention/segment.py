@@ -1,0 +1,114 @@
+"""CPU backend: every run of queries against the keys of its path, in blocks; memory is linear in the tokens.
+
+Shapes: T query rows, C keys, N query heads, K key/value heads, G = N / K, H head size, n rows and m keys of a block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_dta.attention.mask import TreeMask
+
+MAX_SCORES = 2**22
+"""Scores alive at once, over all heads: the block of query rows is chosen to stay near it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Query rows start .. stop, each seeing `keys` (its path before the run) and the run's rows up to itself."""
+
+    start: int
+    stop: int
+    keys: torch.Tensor
+    """int64: indices into the C keys: the path, then the run's own rows."""
+
+
+def query_runs(mask: TreeMask) -> list[Run]:
+    """Cut the query rows where a key's interval begins (context only) or ends, and collect each run's path."""
+    visible_from, visible_to = mask.visible_from.cpu().numpy(), mask.visible_to.cpu().numpy()
+    num_context, num_queries = mask.num_context, mask.num_queries
+    starts = np.unique(np.concatenate([[0], visible_to, visible_from[:num_context]]))
+    bounds = np.append(starts[(starts >= 0) & (starts < num_queries)], num_queries)
+    opening = np.argsort(visible_from[:num_context], kind="stable")
+    opened = np.searchsorted(visible_from[opening], bounds, side="right")
+    runs, path, used = [], np.zeros(0, np.int64), 0
+    for i, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist())):
+        path = np.concatenate([opening[used : opened[i]], path])
+        used = int(opened[i])
+        path = path[visible_to[path] > start]
+        keys = np.concatenate([path, np.arange(num_context + start, num_context + stop)])
+        runs.append(Run(start=start, stop=stop, keys=torch.from_numpy(keys)))
+        path = keys
+    return runs
+
+
+class SegmentBackend:
+    """Eager matrix products per run, in fp32 for lower precisions."""
+
+    def forward(self, q, k, v, mask: TreeMask, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend`."""
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
+        for rows, keys, num_rows in _blocks(q, mask):
+            scores = _scores(q[rows], k[keys], num_rows, scale)
+            block_lse = scores.logsumexp(-1, keepdim=True)
+            out[rows] = _to_rows((scores - block_lse).exp() @ _by_head(v[keys]), q.shape[1]).to(q.dtype)
+            lse[:, rows] = block_lse.view(q.shape[1], -1)
+        return out, lse
+
+    def backward(self, dout, q, k, v, out, lse, mask: TreeMask, scale: float):
+        """See `Backend`; dk and dv come in fp32 for lower precisions."""
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=_wide(q)) for x in (k, v))
+        num_groups = k.shape[1]
+        for rows, keys, num_rows in _blocks(q, mask):
+            queries, grads = _by_group(q[rows], num_groups), _by_group(dout[rows], num_groups)
+            p = (_scores(q[rows], k[keys], num_rows, scale) - lse[:, rows].reshape(num_groups, -1, 1)).exp()
+            dv.index_add_(0, keys, (p.mT @ grads).transpose(0, 1))
+            dp = grads @ _by_head(v[keys]).mT
+            delta = (grads * _by_group(out[rows], num_groups)).sum(-1, keepdim=True)
+            ds = p * (dp - delta) * scale
+            dq[rows] = _to_rows(ds @ _by_head(k[keys]), q.shape[1]).to(q.dtype)
+            dk.index_add_(0, keys, (ds.mT @ queries).transpose(0, 1))
+        return dq, dk, dv
+
+
+def _blocks(q: torch.Tensor, mask: TreeMask) -> Iterator[tuple[slice, torch.Tensor, int]]:
+    """Yield (query rows, their keys, how many rows the block has): the last keys are the block's own rows."""
+    for run in mask.cached("query_runs", lambda: query_runs(mask)):
+        num_path = len(run.keys) - (run.stop - run.start)
+        rows_at_once = max(1, MAX_SCORES // (len(run.keys) * q.shape[1]))
+        for start in range(run.start, run.stop, rows_at_once):
+            stop = min(start + rows_at_once, run.stop)
+            yield slice(start, stop), run.keys[: num_path + stop - run.start], stop - start
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _by_head(x: torch.Tensor) -> torch.Tensor:
+    """[m, K, H] -> [K, m, H], at least fp32."""
+    return x.to(_wide(x)).transpose(0, 1)
+
+
+def _by_group(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """[n, N, H] -> [K, G n, H], at least fp32: query heads of one key head side by side."""
+    n, num_heads, head_size = x.shape
+    return x.to(_wide(x)).transpose(0, 1).reshape(num_groups, num_heads // num_groups * n, head_size)
+
+
+def _to_rows(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[K, G n, H] -> [n, N, H]"""
+    return x.reshape(num_heads, -1, x.shape[-1]).transpose(0, 1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, num_rows: int, scale: float) -> torch.Tensor:
+    """[n, N, H], [m, K, H] -> masked scores [K, G n, m]; among the last n keys a row sees those up to its own."""
+    scores = _by_group(q, k.shape[1]) @ _by_head(k).mT * scale
+    if num_rows > 1:
+        later = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
+        scores.view(k.shape[1], -1, num_rows, k.shape[0])[..., -num_rows:].masked_fill_(later, -torch.inf)
+    return scores

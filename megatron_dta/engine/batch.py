@@ -1,0 +1,138 @@
+"""A batch of sequences with what its objective needs, one entry per term.
+
+Shapes: S sequences, M terms (ordered by sequence, then position).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_dta.data.samples import Sample
+from megatron_dta.errors import UsageError
+from megatron_dta.rl.advantages import group_advantages
+from megatron_dta.rl.terms import Loss, Objective, Terms, term_weights
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TermIndex:
+    """Where the terms are: trained tokens that have a source."""
+
+    sequence: np.ndarray
+    """int32 [M]: number of the sequence in the caller's order."""
+    position: np.ndarray
+    """int32 [M]: position of the predicted token in its sequence."""
+
+
+def term_index(samples: Sequence[Sample]) -> TermIndex:
+    """List the trained tokens of all samples, position 0 excluded."""
+    positions = [np.flatnonzero(sample.loss_mask[1:]).astype(np.int32) + 1 for sample in samples]
+    counts = [len(p) for p in positions]
+    return TermIndex(
+        sequence=np.repeat(np.arange(len(samples), dtype=np.int32), counts),
+        position=np.concatenate(positions) if positions else np.zeros(0, np.int32),
+    )
+
+
+class TermData:
+    """The per-term inputs of an objective over a whole step, on the device."""
+
+    def __init__(
+        self, samples: Sequence[Sample], index: TermIndex, objective: Objective, dtype: torch.dtype, device: torch.device
+    ):
+        """Raise UsageError where the objective needs rewards, advantages or reference log-probs that are missing."""
+        self.num_terms = len(index.sequence)
+
+        def on_device(values) -> torch.Tensor:
+            return torch.as_tensor(values).to(device=device, dtype=dtype)
+
+        sequences = torch.from_numpy(index.sequence.astype(np.int64))
+        self.sequences = sequences.to(device)
+        self.weights = on_device(term_weights(sequences, len(samples), objective.normalizer))
+        self.advantages = on_device(_advantages(samples, index, objective))
+        self.old_logprobs = on_device(per_term([s.old_logprobs for s in samples], index, np.nan))
+        self.ref_logprobs = _ref_logprobs(samples, index, objective, on_device)
+
+    def terms(self, chosen: torch.Tensor | slice, logprobs: torch.Tensor, entropies: torch.Tensor) -> Terms:
+        """Put the chosen terms together with their log-probs and entropies [chosen]."""
+        old = self.old_logprobs[chosen]
+        return Terms(
+            logprobs=logprobs,
+            entropies=entropies,
+            weights=self.weights[chosen],
+            advantages=self.advantages[chosen],
+            old_logprobs=torch.where(old.isnan(), logprobs.detach(), old),
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[chosen],
+            sequences=self.sequences[chosen],
+        )
+
+
+def per_term(values: Sequence[float | np.ndarray | None], index: TermIndex, missing: float) -> np.ndarray:
+    """Gather one field of all samples at their terms, float64 [M]; a scalar holds for all tokens of its sample."""
+    out = np.full(len(index.sequence), missing)
+    bounds = np.searchsorted(index.sequence, np.arange(len(values) + 1))
+    for value, start, stop in zip(values, bounds[:-1], bounds[1:]):
+        if value is not None:
+            out[start:stop] = value[index.position[start:stop]] if isinstance(value, np.ndarray) else value
+    return out
+
+
+def sample_advantages(samples: Sequence[Sample]) -> list[float | np.ndarray]:
+    """Return every sample's advantage: its own, else from its reward within its group.
+
+    Group statistics count each trajectory once, however many samples were cut from it. Raises UsageError for a
+    sample with neither.
+    """
+    missing = next((s.sample_id for s in samples if s.advantage is None and s.reward is None), None)
+    if missing is not None:
+        raise UsageError(f"sample {missing}: neither reward nor advantage is given; this objective needs one of them")
+    first: dict[tuple[str, str], Sample] = {}
+    for sample in samples:
+        if sample.advantage is None:
+            first.setdefault((sample.group_id, sample.trajectory_id), sample)
+    group_number = {group: n for n, group in enumerate(dict.fromkeys(group for group, _ in first))}
+    computed = group_advantages(
+        torch.tensor([s.reward for s in first.values()], dtype=torch.float64),
+        torch.tensor([group_number[group] for group, _ in first], dtype=torch.int64),
+    )
+    by_trajectory = dict(zip(first, computed.tolist()))
+    return [
+        by_trajectory[s.group_id, s.trajectory_id] if s.advantage is None else s.advantage for s in samples
+    ]  # fmt: skip
+
+
+def _advantages(samples, index: TermIndex, objective: Objective) -> np.ndarray:
+    if not objective.needs_advantages:
+        return np.zeros(len(index.sequence))
+    return per_term(sample_advantages(samples), index, 0.0)
+
+
+def _ref_logprobs(samples, index: TermIndex, objective: Objective, on_device) -> torch.Tensor | None:
+    without = next((s.sample_id for s in samples if s.ref_logprobs is None), None)
+    if without is None:
+        return on_device(per_term([s.ref_logprobs for s in samples], index, np.nan))
+    if objective.needs_ref_logprobs:
+        raise UsageError(f"sample {without}: ref_logprobs is missing; the KL term needs it for every sample")
+    return None
+
+
+class Totals:
+    """Sums and maxima of a step, kept on the device until they are read."""
+
+    def __init__(self):
+        self.value: torch.Tensor | float = 0.0
+        self.sums: dict[str, torch.Tensor] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
+
+    def add(self, loss: Loss) -> None:
+        self.value = self.value + loss.value.detach()
+        for name, part in loss.sums.items():
+            self.sums[name] = self.sums.get(name, 0) + part
+        for name, part in loss.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], part) if name in self.maxima else part
+
+    def metrics(self, num_terms: int) -> dict[str, float]:
+        """Return the loss, means over trained tokens, and maxima, as numbers of their own."""
+        means = {name: float(part) / max(num_terms, 1) for name, part in self.sums.items()}
+        return {"loss": float(self.value), **means, **{name: float(part) for name, part in self.maxima.items()}}

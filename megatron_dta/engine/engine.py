@@ -1,0 +1,239 @@
+"""What an RL framework calls: train on a batch of sequences, or ask for their log-probs.
+
+Shapes: S sequences in the caller's order, M terms.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_dta.attention.api import Backend, get_backend
+from megatron_dta.data.samples import Sample
+from megatron_dta.engine.batch import TermData, TermIndex, Totals, term_index
+from megatron_dta.engine.executor import Executor
+from megatron_dta.errors import UsageError
+from megatron_dta.mcore.head import edge_logprobs
+from megatron_dta.mcore.model import TreeModel
+from megatron_dta.mcore.params import Mode
+from megatron_dta.rl.terms import Objective, Terms
+from megatron_dta.tree.cuts import WHOLE
+from megatron_dta.tree.forest import build_forest
+from megatron_dta.tree.plan import Chunk, Plan
+from megatron_dta.tree.schedule import make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one pass over a batch did."""
+
+    metrics: dict[str, float]
+    """`loss`, means over trained tokens, and maxima."""
+    num_terms: int
+    """Trained tokens, counted once per sequence that trains them."""
+    sequence_tokens: int
+    executed_tokens: int
+    """Tokens computed with gradient, padding excluded."""
+    pushed_tokens: int
+    """Tokens whose forward ran once more, without gradient."""
+
+
+class _Engine:
+    """What both engines share: checks, the objective over a part of the step, results in the caller's order."""
+
+    def __init__(self, model: TreeModel, temperature: float):
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise UsageError(f"temperature is {temperature}; expected a positive number")
+        self.model, self.temperature = model, temperature
+
+    def train_batch(self, samples: Sequence[Sample], objective: Objective) -> StepResult:
+        """Add the gradient of the objective over all samples to the model's parameters; return the step's metrics.
+
+        The gradient is that of running every sample alone. A batch without a trained token adds nothing. Raises
+        UsageError for samples that the model or the objective cannot take; nothing has been computed then.
+        """
+        index = self._check(samples)
+        weight = self.model.output_weight()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        data = TermData(samples, index, objective, wide, weight.device)
+        return self._train(samples, data, objective)
+
+    def forward_batch(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Return every sample's log-probs, float64 [length]: entry t is the log-prob of token t given those before.
+
+        Entry 0 and the entries of tokens outside the loss mask are NaN: nothing scored them.
+        """
+        index = self._check(samples)
+        logprobs = self._score(samples, index)
+        bounds = np.searchsorted(index.sequence, np.arange(len(samples) + 1))
+        out = [np.full(len(sample.tokens), np.nan) for sample in samples]
+        for i, row in enumerate(out):
+            terms = slice(bounds[i], bounds[i + 1])
+            row[index.position[terms]] = logprobs[terms]
+        return out
+
+    def _check(self, samples: Sequence[Sample]) -> TermIndex:
+        config = self.model.model_config
+        for s in samples:
+            if len(s.tokens) == 0:
+                raise UsageError(f"sample {s.sample_id}: no tokens; expected at least one")
+            if len(s.tokens) > config.max_positions:
+                raise UsageError(
+                    f"sample {s.sample_id}: {len(s.tokens)} tokens; the model has {config.max_positions} positions"
+                )
+            if s.tokens.min() < 0 or s.tokens.max() >= config.vocab_size:
+                bad = s.tokens[(s.tokens < 0) | (s.tokens >= config.vocab_size)][0]
+                raise UsageError(f"sample {s.sample_id}: token id {bad}; the model's ids are 0 .. {config.vocab_size - 1}")
+        return term_index(samples)
+
+    def _train(self, samples: Sequence[Sample], data: TermData, objective: Objective) -> StepResult:
+        raise NotImplementedError
+
+    def _score(self, samples: Sequence[Sample], index: TermIndex) -> np.ndarray:
+        raise NotImplementedError
+
+
+class TreeEngine(_Engine):
+    """Computes each distinct token of a batch once."""
+
+    def __init__(
+        self,
+        model: TreeModel,
+        *,
+        budget: int | str = WHOLE,
+        multiple: int = 1,
+        backend: Backend | str | None = None,
+        temperature: float = 1.0,
+        poison_cache: bool = False,
+    ):
+        """Configure an engine.
+
+        budget: most rows with gradient per chunk, padding included, or `whole`; multiple: every call's rows are
+        padded to it; backend: attention backend or its name, by default `flash4` on CUDA and `segment` on CPU;
+        temperature: sampling temperature of the rollouts; poison_cache: fill unused cache rows with NaN (debugging).
+        """
+        super().__init__(model, temperature)
+        self.budget, self.multiple, self.poison_cache = budget, multiple, poison_cache
+        name = backend or ("flash4" if model.output_weight().is_cuda else "segment")
+        self.backend = get_backend(name) if isinstance(name, str) else name
+        self._planned: tuple[tuple[int, ...], Sequence[Sample], Plan] | None = None
+
+    def plan(self, samples: Sequence[Sample]) -> Plan:
+        """Return the plan of a batch; the last one is kept, for the inner epochs over the same samples."""
+        key = tuple(id(s) for s in samples)
+        if self._planned is None or self._planned[0] != key:
+            forest = build_forest(
+                [s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples]
+            )
+            # The samples are kept beside their ids, so that no other object can take one over.
+            self._planned = (key, list(samples), make_plan(forest, self.budget, multiple=self.multiple))
+        return self._planned[2]
+
+    def _train(self, samples, data: TermData, objective: Objective) -> StepResult:
+        plan, totals = self.plan(samples), Totals()
+
+        def chunk_loss(chunk: Chunk, logprobs, entropies):
+            leaves = logprobs.requires_grad_(), entropies.requires_grad_()
+            term_edge = _index(chunk.term_edge, logprobs.device)
+            edge_source = _index(chunk.edge_source, logprobs.device)
+            terms = data.terms(
+                _index(chunk.terms, logprobs.device), leaves[0][term_edge], leaves[1][edge_source[term_edge]]
+            )
+            return _loss_grads(objective, terms, leaves, totals)
+
+        if data.num_terms:
+            self._executor(plan, Mode.TRAIN).run(chunk_loss)
+        return StepResult(
+            metrics=totals.metrics(data.num_terms),
+            num_terms=data.num_terms,
+            sequence_tokens=int(plan.forest.lengths.sum()),
+            executed_tokens=plan.forest.num_tokens if data.num_terms else 0,
+            pushed_tokens=plan.num_pushed if data.num_terms else 0,
+        )
+
+    def _score(self, samples, index: TermIndex) -> np.ndarray:
+        plan = self.plan(samples)
+        edges = np.full(len(plan.forest.edges), np.nan)
+
+        def keep(chunk: Chunk, logprobs, entropies):
+            edges[chunk.edges] = logprobs.cpu().numpy()
+            return logprobs, entropies
+
+        if len(edges):
+            self._executor(plan, Mode.SWEEP).run(keep)
+        return edges[plan.forest.term_edge]
+
+    def _executor(self, plan: Plan, mode: Mode) -> Executor:
+        return Executor(
+            self.model, plan, mode, backend=self.backend, temperature=self.temperature, poison=self.poison_cache
+        )
+
+
+class FlatEngine(_Engine):
+    """Runs every sequence alone, unpadded, with stock causal attention: what `TreeEngine` must equal."""
+
+    def __init__(self, model: TreeModel, *, temperature: float = 1.0):
+        super().__init__(model, temperature)
+
+    def _train(self, samples, data: TermData, objective: Objective) -> StepResult:
+        totals, executed = Totals(), 0
+        for sample, terms in self._parts(samples):
+            logprobs, entropies = self._sequence(sample)
+            leaves = logprobs.detach().requires_grad_(), entropies.detach().requires_grad_()
+            grads = _loss_grads(objective, data.terms(terms, *leaves), leaves, totals)
+            torch.autograd.backward((logprobs, entropies), grads)
+            executed += len(sample.tokens)
+        return StepResult(
+            metrics=totals.metrics(data.num_terms),
+            num_terms=data.num_terms,
+            sequence_tokens=sum(len(s.tokens) for s in samples),
+            executed_tokens=executed,
+            pushed_tokens=0,
+        )
+
+    def _score(self, samples, index: TermIndex) -> np.ndarray:
+        logprobs = np.full(len(index.sequence), np.nan)
+        with torch.no_grad():
+            for sample, terms in self._parts(samples):
+                logprobs[terms] = self._sequence(sample)[0].cpu().numpy()
+        return logprobs
+
+    def _parts(self, samples):
+        """Yield (sample, its slice of the terms), for samples that train a token."""
+        start = 0
+        for sample in samples:
+            stop = start + int(np.count_nonzero(sample.loss_mask[1:]))
+            if stop > start:
+                yield sample, slice(start, stop)
+            start = stop
+
+    def _sequence(self, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = self.model.output_weight()
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64)).to(weight.device)
+        positions = torch.arange(len(tokens), device=weight.device)
+        hidden = self.model(tokens[None], positions[None], None)[0]
+        target = _index(np.flatnonzero(sample.loss_mask[1:]) + 1, weight.device)
+        return edge_logprobs(
+            hidden[target - 1],
+            weight,
+            torch.arange(len(target), device=weight.device),
+            tokens[target],
+            temperature=self.temperature,
+            vocab_size=self.model.model_config.vocab_size,
+        )
+
+
+def _loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
+    """Evaluate the objective on a part of the step and differentiate it by edge log-probs and source entropies."""
+    loss = objective(terms)
+    totals.add(loss)
+    if not loss.value.requires_grad:
+        return torch.zeros_like(leaves[0]), torch.zeros_like(leaves[1])
+    grads = torch.autograd.grad(loss.value, leaves, allow_unused=True)
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads))
+
+
+def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(rows, np.int64)).to(device)

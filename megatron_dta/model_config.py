@@ -1,0 +1,159 @@
+"""The model's shape, read from a Hugging Face config.json; what tree training cannot do exactly is refused by name."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dta.errors import UsageError
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency scaling."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a decoder of the families Qwen2.5, Qwen3 and Llama 2 / 3.x needs, in one vocabulary."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied: bool
+    """Input embedding and output layer share one weight."""
+    qk_norm: bool
+    qkv_bias: bool
+    init_std: float
+    max_positions: int
+    """Longest position the model was made for; longer sequences are refused."""
+
+
+def read_model_config(path: str | Path) -> ModelConfig:
+    """Read a config.json, or the one in a folder; raise UsageError for what is missing, unknown or unsupported."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        raw = json.loads(file.read_text())
+    except OSError as error:
+        raise UsageError(f"{file}: cannot read the model config ({error.strerror})") from None
+    except ValueError as error:
+        raise UsageError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise UsageError(f"{file}: expected a JSON object, got {type(raw).__name__}")
+    try:
+        return parse_model_config(raw)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
+def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
+    """Translate the keys of a Hugging Face config; raise UsageError naming the option that is not supported."""
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise UsageError(f"model_type is {family!r}; supported are {', '.join(FAMILIES)} (dense decoders)")
+    _refuse(raw)
+    num_heads = _positive(raw, "num_attention_heads")
+    hidden_size = _positive(raw, "hidden_size")
+    num_kv_heads = _positive(raw, "num_key_value_heads", num_heads if family == "llama" else None)
+    if num_heads % num_kv_heads:
+        raise UsageError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    return ModelConfig(
+        family=family,
+        num_layers=_positive(raw, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_size=_positive(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=_head_size(raw, family, hidden_size, num_heads),
+        vocab_size=_positive(raw, "vocab_size"),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        rope_scaling=_rope_scaling(rope),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        init_std=float(raw.get("initializer_range", 0.02)),
+        max_positions=_positive(raw, "max_position_embeddings"),
+    )
+
+
+def _head_size(raw: dict[str, Any], family: str, hidden_size: int, num_heads: int) -> int:
+    """Hugging Face defaults: 128 for Qwen3, else the hidden size shared out evenly."""
+    if raw.get("head_dim") is not None:
+        head_size = _positive(raw, "head_dim")
+    elif family == "qwen3":
+        head_size = 128
+    elif hidden_size % num_heads:
+        raise UsageError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+    else:
+        head_size = hidden_size // num_heads
+    if head_size % 2:
+        raise UsageError(f"head_dim is {head_size}; rotary embedding needs an even number")
+    return head_size
+
+
+def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UsageError(f"rope_scaling type {kind!r} is not supported; use 'default' or 'llama3'")
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _refuse(raw: dict[str, Any]) -> None:
+    """Name the first option under which shared tokens would not train exactly as each rollout alone."""
+    layer_types = raw.get("layer_types") or []
+    refused = {
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": bool(raw.get("use_sliding_window")),
+        "layer_types": any(kind != "full_attention" for kind in layer_types),
+        "sliding_window": raw.get("sliding_window") is not None and "use_sliding_window" not in raw,
+        "attention_bias": bool(raw.get("attention_bias")),
+        "mlp_bias": bool(raw.get("mlp_bias")),
+        "alibi": bool(raw.get("alibi")),
+        "attention_sinks": bool(raw.get("attention_sinks") or raw.get("attention_sink")),
+        "num_nextn_predict_layers": bool(raw.get("num_nextn_predict_layers")),
+        "num_experts": bool(raw.get("num_experts") or raw.get("num_local_experts")),
+        "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
+        "use_mrope": bool(raw.get("use_mrope")),
+        **{name: bool(value) for name, value in raw.items() if name.endswith(("dropout", "pdrop"))},
+        **{name: bool(raw.get(name)) for name in ("peft_type", "adapters", "quantization_config")},
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise UsageError(f"{name} = {raw.get(name)!r} is not supported in tree training; {_REMEDY}")
+
+
+_REMEDY = "use a dense, full-attention decoder without dropout, sliding window, biases outside q/k/v, MTP or adapters"
+
+
+def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key, default)
+    if value is None and default is not None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{key} is {value!r}; expected a positive whole number")
+    return value

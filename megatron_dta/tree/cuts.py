@@ -1,0 +1,43 @@
+"""Choose which tree tokens form a chunk."""
+
+import numpy as np
+
+from megatron_dta.tree.forest import Forest
+
+WHOLE = "whole"
+
+
+def chunk_capacity(forest: Forest, budget: int | str, multiple: int = 1) -> int:
+    """Return the most tokens one chunk may hold: the budget (`whole`: the forest) in full multiples of the padding.
+
+    Raises ValueError if not one padded row fits the budget.
+    """
+    if multiple < 1:
+        raise ValueError(f"padding multiple is {multiple}; expected a positive whole number")
+    if budget == WHOLE:
+        return -(-forest.num_tokens // multiple) * multiple
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < multiple:
+        raise ValueError(
+            f"budget is {budget!r}; expected '{WHOLE}' or at least {multiple} tokens, the padding multiple of a chunk"
+        )
+    return budget // multiple * multiple
+
+
+def aligned_cuts(forest: Forest, capacity: int) -> np.ndarray:
+    """Assign every tree token to a chunk of at most `capacity` tokens, int32 [T]: contiguous ranges of preorder.
+
+    No cut crosses a subtree that fits a chunk, so only tokens whose own subtree exceeds the capacity can have
+    descendants in another chunk: the least possible for that capacity.
+    """
+    num_tokens = forest.num_tokens
+    token = np.arange(num_tokens)
+    heavy = forest.subtree_end - token > capacity
+    below_heavy = forest.parent < 0
+    below_heavy[~below_heavy] = heavy[forest.parent[~below_heavy]]
+    unit_start = np.append(token[heavy | below_heavy], num_tokens)
+    cuts = [0]
+    while unit_start[cuts[-1]] < num_tokens:
+        limit = unit_start[cuts[-1]] + capacity
+        cuts.append(int(np.searchsorted(unit_start, limit, side="right")) - 1)
+    sizes = np.diff(unit_start[cuts])
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)

@@ -1,0 +1,167 @@
+"""From a layout to a plan: pushes on demand, chunks in post-order, cache rows given out and taken back."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_dta.tree.cuts import aligned_cuts, chunk_capacity
+from megatron_dta.tree.forest import Forest
+from megatron_dta.tree.layout import Layout, group_by
+from megatron_dta.tree.plan import Chunk, Kind, Operation, Plan, Push
+
+
+def make_plan(forest: Forest, budget: int | str, *, multiple: int = 1, in_flight: int = 1) -> Plan:
+    """Plan a forest with aligned cuts: chunks of at most `budget` rows with gradient, padding included.
+
+    Raises ValueError for a budget below one padded row.
+    """
+    capacity = chunk_capacity(forest, budget, multiple)
+    chunk_of = aligned_cuts(forest, capacity)
+    return schedule(forest, chunk_of, capacity=capacity, multiple=multiple, in_flight=in_flight)
+
+
+def schedule(
+    forest: Forest, chunk_of: np.ndarray, *, capacity: int, multiple: int = 1, in_flight: int = 1
+) -> Plan:
+    """Turn any assignment of tokens to chunks, int [T], into a plan; pushes are split at `capacity` rows.
+
+    A pushed token is pushed once, right before the first chunk that reads it. At most `in_flight` chunks are between
+    forward and backward; backwards run in the order of the forwards. Raises ValueError where chunks hold each
+    other's ancestors, a chunk exceeds the capacity, or `in_flight` is below 1.
+    """
+    if in_flight < 1:
+        raise ValueError(f"in_flight is {in_flight}; expected at least one chunk between forward and backward")
+    builder = _Builder(Layout(forest, chunk_of), capacity, multiple)
+    largest = max((len(tokens) for tokens in builder.layout.tokens), default=0)
+    if largest > capacity:
+        raise ValueError(f"a chunk holds {largest} tokens; the capacity is {capacity}")
+    waiting: list[int] = []
+    for chunk in builder.layout.post_order():
+        builder.forward(chunk)
+        waiting.append(chunk)
+        if len(waiting) == in_flight:
+            builder.backward(waiting.pop(0))
+    for chunk in waiting:
+        builder.backward(chunk)
+    return builder.plan(in_flight)
+
+
+@dataclass
+class _Rows:
+    """Rows of a cache: the lowest free ones first, so the high-water mark is the most rows alive at once."""
+
+    size: int = 0
+    free: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def take(self, count: int) -> np.ndarray:
+        reused, self.free = self.free[:count], self.free[count:]
+        fresh = np.arange(self.size, self.size + count - len(reused), dtype=np.int32)
+        self.size += len(fresh)
+        return np.concatenate([reused, fresh])
+
+    def give_back(self, rows: np.ndarray) -> None:
+        self.free = np.sort(np.concatenate([self.free, rows]))
+
+
+class _Builder:
+    """Emit operations in order and keep the books of both caches."""
+
+    def __init__(self, layout: Layout, capacity: int, multiple: int):
+        self.layout, self.forest = layout, layout.forest
+        self.capacity, self.multiple = capacity, multiple
+        self.contexts = layout.contexts()
+        self.state_row = np.full(self.forest.num_tokens, -1, np.int32)
+        self.grad_row = np.full(self.forest.num_tokens, -1, np.int32)
+        self.readers_left = np.zeros(self.forest.num_tokens, np.int32)
+        for context in self.contexts:
+            self.readers_left[context] += 1
+        self.is_pushed = self.readers_left > 0
+        self.state, self.grad = _Rows(), _Rows()
+        self.pushes: list[Push] = []
+        self.calls: dict[int, dict] = {}
+        self.chunks: list[Chunk] = []
+        self.operations: list[Operation] = []
+        target_chunk = layout.chunk_of[self.forest.parent[self.forest.edges]]
+        self.edges = group_by(target_chunk, layout.num_chunks)
+        self.terms = group_by(target_chunk[self.forest.term_edge], layout.num_chunks)
+
+    def forward(self, chunk: int) -> None:
+        context = self.contexts[chunk]
+        missing = context[self.state_row[context] < 0]
+        for start in range(0, len(missing), max(self.capacity, 1)):
+            self._push(missing[start : start + self.capacity])
+        self.calls[chunk] = self._call(self.layout.tokens[chunk].astype(np.int32), context)
+        self.operations.append(Operation(kind=Kind.FORWARD, index=len(self.chunks) + len(self.calls) - 1))
+
+    def _push(self, tokens: np.ndarray) -> None:
+        context = self.layout.ancestors(tokens)
+        call = self._call(tokens, context[~np.isin(context, tokens, assume_unique=True)])
+        rows = self.state.take(len(tokens))
+        self.state_row[tokens] = rows
+        self.operations.append(Operation(kind=Kind.PUSH, index=len(self.pushes)))
+        self.pushes.append(Push(**call, store_state=rows))
+
+    def _call(self, tokens: np.ndarray, context: np.ndarray) -> dict:
+        keys = np.concatenate([context, tokens])
+        size = -(-len(tokens) // self.multiple) * self.multiple
+        padding = np.arange(len(tokens), size)  # one-token trees that see only themselves
+        visible_from = np.concatenate([np.searchsorted(tokens, keys), padding])
+        visible_to = np.concatenate([np.searchsorted(tokens, self.forest.subtree_end[keys]), padding + 1])
+        return {
+            "tokens": tokens,
+            "size": size,
+            "context": context,
+            "context_state": self.state_row[context],
+            "visible_from": visible_from.astype(np.int32),
+            "visible_to": visible_to.astype(np.int32),
+        }
+
+    def backward(self, chunk: int) -> None:
+        call, context = self.calls.pop(chunk), self.contexts[chunk]
+        index = len(self.chunks)
+        fresh = context[self.grad_row[context] < 0]
+        self.grad_row[fresh] = self.grad.take(len(fresh))
+        own_rows = np.flatnonzero(self.is_pushed[call["tokens"]]).astype(np.int32)
+        own_grad = self.grad_row[call["tokens"][own_rows]]
+        self.chunks.append(
+            Chunk(
+                **call,
+                context_grad=self.grad_row[context],
+                fresh_grad=self.grad_row[fresh],
+                own_rows=own_rows,
+                own_grad=own_grad,
+                **self._edges(chunk, call["tokens"]),
+            )
+        )
+        self.operations.append(Operation(kind=Kind.BACKWARD, index=index))
+        self.readers_left[context] -= 1
+        done = self.state_row[context[self.readers_left[context] == 0]]
+        self.state.give_back(done)
+        self.grad.give_back(own_grad)
+        if len(done) or len(own_grad):
+            self.operations.append(Operation(kind=Kind.FREE, index=index, free_state=done, free_grad=own_grad))
+
+    def _edges(self, chunk: int, tokens: np.ndarray) -> dict:
+        edges, terms = self.edges[chunk], self.terms[chunk]
+        sources, edge_source = np.unique(self.forest.parent[self.forest.edges[edges]], return_inverse=True)
+        return {
+            "source_rows": np.searchsorted(tokens, sources).astype(np.int32),
+            "edges": edges.astype(np.int32),
+            "edge_source": edge_source.astype(np.int32),
+            "terms": terms,
+            "term_edge": np.searchsorted(edges, self.forest.term_edge[terms]),
+        }
+
+    def plan(self, in_flight: int) -> Plan:
+        return Plan(
+            forest=self.forest,
+            pushes=tuple(self.pushes),
+            chunks=tuple(self.chunks),
+            operations=tuple(self.operations),
+            state_rows=self.state.size,
+            grad_rows=self.grad.size,
+            capacity=self.capacity,
+            in_flight=in_flight,
+        )
+
+
