@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    out, console = arguments.out, Console(stderr=True)
+    out = arguments.out
     if out.suffix not in WRITERS or not out.parent.is_dir():
         raise UsageError(f"--out {out}: expected a .npz or .jsonl file in an existing folder")
     if arguments.limit is not None and arguments.limit < 1:
@@ -82,8 +82,13 @@ def _run(arguments: argparse.Namespace) -> None:
     chat = load_chat_tokenizer(arguments.tokenizer, tools, arguments.template_arguments)
     samples: list[Sample] = []
     notes: Notes = defaultdict(list)
-    for transcript in track(transcripts, description="tokenizing", console=console, transient=True):
+    console = Console(stderr=True)
+    for transcript in track(
+        transcripts, "tokenizing", console=console, transient=True, disable=not console.is_terminal
+    ):
         samples += tokenize(chat, transcript, arguments.history, notes)
+    if not samples:
+        raise UsageError(f"{arguments.transcripts}: got no assistant turn, expected at least one")
     WRITERS[out.suffix](out, samples)
     for what, places in notes.items():
         print(f"warning: {len(places)} {what} (first: {places[0]})", file=sys.stderr)
@@ -94,11 +99,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTokenizer:
-    """A tokenizer with its chat template, tools and template variables, and what the template was found to need."""
+    """A tokenizer and its chat template, with what the template was found to need."""
 
     tokenizer: Any
-    tools: list | None
-    template_arguments: dict[str, Any]
+    template: Callable[..., str]
     stop_ids: np.ndarray
     """Special tokens that end an assistant turn."""
     argument_forms: frozenset[type]
@@ -106,8 +110,7 @@ class ChatTokenizer:
 
     def render(self, where: str, messages: list[Message], *, prompt: bool = False) -> str:
         """Render messages to text; a prompt ends where the assistant is to write. Raises UsageError."""
-        messages = [self._with_arguments(where, message) for message in messages]
-        return _render(self.tokenizer, where, messages, self.tools, prompt, self.template_arguments)
+        return self.template(where, [self._with_arguments(where, message) for message in messages], prompt=prompt)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return int32 ids of each text; nothing is added, cut or padded."""
@@ -143,7 +146,28 @@ class ChatTokenizer:
 
 def load_chat_tokenizer(folder: Path, tools: list | None, template_arguments: dict[str, Any]) -> ChatTokenizer:
     """Load a folder with tokenizer.json (or tokenizer.json.gz) and a chat template. Raises UsageError."""
-    # here, so that --help and faults of the transcripts do not wait for it
+    tokenizer = _load_tokenizer(folder)
+
+    def template(where: str, messages: list[Message], *, prompt: bool = False) -> str:
+        options = template_arguments | {"tools": tools, "add_generation_prompt": prompt, "tokenize": False}
+        try:
+            return str(tokenizer.apply_chat_template(messages, **options))
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UsageError(f"{where}: the chat template fails: {' '.join(str(error).split())}") from error
+
+    from_text, from_object = (_probe_call(template, arguments) for arguments in ('{"probe": 1}', {"probe": 1}))
+    # neither a quoted string of JSON nor Python's way to show an object is what a model is to write
+    takes_text, takes_object = '{"probe": 1}' in from_text, "probe" in from_object and "'probe'" not in from_object
+    return ChatTokenizer(
+        tokenizer=tokenizer,
+        template=template,
+        stop_ids=_probe_stop_ids(folder, tokenizer, (_probe(template, content="answer"), from_text, from_object)),
+        argument_forms=frozenset([str] * takes_text + [dict] * takes_object),
+    )
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    # imported here, so that --help and faults of the transcripts do not wait for it
     from transformers import AutoTokenizer
 
     with _unpacked(folder) as source:
@@ -153,16 +177,10 @@ def load_chat_tokenizer(folder: Path, tools: list | None, template_arguments: di
             raise UsageError(f"{folder}: not a tokenizer folder ({' '.join(str(error).split())[:200]})") from error
     if not tokenizer.is_fast or not tokenizer.chat_template:
         raise UsageError(f"{folder}: expected tokenizer.json and a chat template")
-    # tokenizer.json may ask for both, and would do so silently
+    # tokenizer.json may ask for both, and would get them without a word
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    return ChatTokenizer(
-        tokenizer=tokenizer,
-        tools=tools,
-        template_arguments=template_arguments,
-        stop_ids=_probe_stop_ids(folder, tokenizer, tools),
-        argument_forms=_probe_argument_forms(tokenizer, tools),
-    )
+    return tokenizer
 
 
 @contextmanager
@@ -181,55 +199,35 @@ def _unpacked(folder: Path) -> Iterator[Path]:
         yield Path(copy)
 
 
-def _render(
-    tokenizer: Any, where: str, messages: list[Message], tools: list | None, prompt: bool, variables: dict[str, Any]
-) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=prompt, tokenize=False, **variables
-        )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{where}: the chat template fails: {' '.join(str(error).split())}") from error
-
-
-def _probe(tokenizer: Any, tools: list | None, **completion: Any) -> str | None:
-    """Render a question and a completion; return the completion's text, None where the template refuses it."""
+def _probe(render: Callable[..., str], **completion: Any) -> str:
+    """Render a question and a completion; return the text of the completion."""
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "", **completion}]
-    try:
-        question, whole = (_render(tokenizer, "probe", part, tools, False, {}) for part in (messages[:1], messages))
-    except UsageError:
-        return None
-    return whole.removeprefix(question)
+    return render("a plain question", messages).removeprefix(render("a plain question", messages[:1], prompt=True))
 
 
-def _probe_call(tokenizer: Any, tools: list | None, arguments: Any) -> str | None:
+def _probe_call(render: Callable[..., str], arguments: Any) -> str:
+    """Return the text of a tool call, empty where the template refuses it."""
     function = {"name": "call", "arguments": arguments}
-    return _probe(tokenizer, tools, tool_calls=[{"id": "call00000", "type": "function", "function": function}])
+    try:
+        return _probe(render, tool_calls=[{"id": "call00000", "type": "function", "function": function}])
+    except UsageError:
+        return ""
 
 
-def _probe_stop_ids(folder: Path, tokenizer: Any, tools: list | None) -> np.ndarray:
-    """Find the special tokens with which the template ends a plain turn and a turn of tool calls."""
-    answer = _probe(tokenizer, tools, content="answer")
-    calls = [_probe_call(tokenizer, tools, arguments) for arguments in ({"probe": 1}, '{"probe": 1}')]
+def _probe_stop_ids(folder: Path, tokenizer: Any, texts: Iterable[str]) -> np.ndarray:
+    """Find the special tokens with which completions end."""
     special, stops = set(tokenizer.all_special_ids), set()
-    for text in (answer, *calls):
-        ids = tokenizer(text or "", add_special_tokens=False)["input_ids"]
+    for text in texts:
+        ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         stops.update([token for token in ids if token in special][-1:])
     if not stops:
         raise UsageError(f"{folder}: the chat template ends assistant turns without a special token, expected one")
     return np.array(sorted(stops), np.int32)
 
 
-def _probe_argument_forms(tokenizer: Any, tools: list | None) -> frozenset[type]:
-    """Find which tool-call arguments the template renders as JSON or parameters, not quoted or as Python."""
-    from_text = _probe_call(tokenizer, tools, '{"probe": 1}') or ""
-    from_object = _probe_call(tokenizer, tools, {"probe": 1}) or ""
-    takes_text, takes_object = '{"probe": 1}' in from_text, "probe" in from_object and "'probe'" not in from_object
-    return frozenset([str] * takes_text + [dict] * takes_object)
-
-
 BRANCH = "turns do not extend the turn before them: they branch"
 APART = "completions do not start at a token border: prompt and completion are tokenized apart"
+RESHOWN = "turns are shown otherwise once they are history, and trained as shown: --history rerender keeps them"
 UNTRAINED = "conversations have no assistant turn: nothing is trained"
 
 
@@ -238,18 +236,18 @@ def tokenize(chat: ChatTokenizer, transcript: Transcript, history: str, notes: N
     if not transcript.turns:
         notes[UNTRAINED].append(transcript.where)
     if transcript.messages is not None and history == "append":
-        return [_append_only(chat, transcript, transcript.messages)]
+        return [_append_only(chat, transcript, transcript.messages, notes)]
     return _per_turn(chat, transcript, notes)
 
 
-def _append_only(chat: ChatTokenizer, transcript: Transcript, messages: list[Message]) -> Sample:
+def _append_only(chat: ChatTokenizer, transcript: Transcript, messages: list[Message], notes: Notes) -> Sample:
     """Render the conversation once; tokens after its last assistant turn train nothing and are left out.
 
     Raises UsageError for a turn whose prompt, as the template renders it then, is not a token prefix of the whole.
     """
-    texts = [chat.render(transcript.where, messages)]
-    texts += [chat.render(transcript.where, prompt, prompt=True) for prompt, _ in transcript.turns]
-    ids, *prompts = chat.encode(texts)
+    whole = chat.render(transcript.where, messages)
+    prompt_texts = [chat.render(transcript.where, prompt, prompt=True) for prompt, _ in transcript.turns]
+    ids, *prompts = chat.encode([whole, *prompt_texts])
     loss_mask = np.zeros(len(ids), bool)
     end = len(ids)
     for turn, prompt in enumerate(prompts):
@@ -258,6 +256,9 @@ def _append_only(chat: ChatTokenizer, transcript: Transcript, messages: list[Mes
         if difference:
             fault = f"its prompt is not a token prefix of the conversation: {difference}"
             raise UsageError(f"{place}: {fault}; the template rewrites history: use --history rerender")
+        history, completion = transcript.turns[turn]
+        if not whole.startswith(chat.render(place, [*history, completion])):
+            notes[RESHOWN].append(place)
         end = _end_of_turn(chat, place, ids, len(prompt))
         loss_mask[len(prompt) : end] = True
     return _sample(transcript, transcript.trajectory_id, ids[:end], loss_mask[:end])

@@ -38,7 +38,9 @@ class TreeMask:
         return self._cache[key]
 
 
-def tree_mask(visible_from: np.ndarray, visible_to: np.ndarray, num_queries: int, device: torch.device | str) -> TreeMask:
+def tree_mask(
+    visible_from: np.ndarray, visible_to: np.ndarray, num_queries: int, device: torch.device | str
+) -> TreeMask:
     """Put a plan's two int32 vectors [C] on a device."""
     return TreeMask(
         visible_from=torch.as_tensor(visible_from, device=device),

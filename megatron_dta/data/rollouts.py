@@ -36,8 +36,8 @@ def read_rollouts(
     path = Path(path)
     _check_options(path, form, mask, limit=limit, truncate=truncate, vocab_size=vocab_size)
     id_limit = ID_LIMIT if vocab_size is None else vocab_size
-    if not all(type(token) is int and 0 <= token < id_limit for token in think):
-        raise UsageError(f"think is {show(tuple(think))}; expected ids from 0 to {id_limit - 1}")
+    if form == "comb" and not all(type(token) is int and 0 <= token < id_limit for token in think):
+        raise UsageError(f"{path}: think is {show(tuple(think))}; expected ids from 0 to {id_limit - 1}")
     try:
         samples = _read(path, mask, id_limit)
     except OSError as error:

@@ -83,7 +83,16 @@ def _messages(where: str, name: str, record: Message) -> list[Message]:
     for k, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UsageError(f"{where}: {name}[{k}]: got {show(message)}, expected an object with role and content")
+        if not _are_calls(message.get("tool_calls") or []):
+            raise UsageError(f"{where}: {name}[{k}]: tool_calls: got {show(message['tool_calls'])}, expected functions")
     return [message | {"content": ""} if message.get("content") is None else message for message in messages]
+
+
+def _are_calls(calls: Any) -> bool:
+    """Tell whether these are tool calls: {"function": {...}}, or the function itself."""
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
+    )
 
 
 def _exact_turns(where: str, record: Message) -> list[tuple[list[Message], Message]]:

@@ -39,7 +39,12 @@ class TermData:
     """The per-term inputs of an objective over a whole step, on the device."""
 
     def __init__(
-        self, samples: Sequence[Sample], index: TermIndex, objective: Objective, dtype: torch.dtype, device: torch.device
+        self,
+        samples: Sequence[Sample],
+        index: TermIndex,
+        objective: Objective,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         """Raise UsageError where the objective needs rewards, advantages or reference log-probs that are missing."""
         self.num_terms = len(index.sequence)

@@ -13,7 +13,7 @@ import torch
 from megatron_dta.attention.api import Backend, get_backend
 from megatron_dta.data.samples import Sample
 from megatron_dta.engine.batch import TermData, TermIndex, Totals, term_index
-from megatron_dta.engine.executor import Executor
+from megatron_dta.engine.executor import Executor, Grads, backward
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.head import edge_logprobs
 from megatron_dta.mcore.model import TreeModel
@@ -85,7 +85,9 @@ class _Engine:
                 )
             if s.tokens.min() < 0 or s.tokens.max() >= config.vocab_size:
                 bad = s.tokens[(s.tokens < 0) | (s.tokens >= config.vocab_size)][0]
-                raise UsageError(f"sample {s.sample_id}: token id {bad}; the model's ids are 0 .. {config.vocab_size - 1}")
+                raise UsageError(
+                    f"sample {s.sample_id}: token id {bad}; the model's ids are 0 .. {config.vocab_size - 1}"
+                )
         return term_index(samples)
 
     def _train(self, samples: Sequence[Sample], data: TermData, objective: Objective) -> StepResult:
@@ -159,7 +161,7 @@ class TreeEngine(_Engine):
 
         def keep(chunk: Chunk, logprobs, entropies):
             edges[chunk.edges] = logprobs.cpu().numpy()
-            return logprobs, entropies
+            return logprobs, None
 
         if len(edges):
             self._executor(plan, Mode.SWEEP).run(keep)
@@ -183,7 +185,7 @@ class FlatEngine(_Engine):
             logprobs, entropies = self._sequence(sample)
             leaves = logprobs.detach().requires_grad_(), entropies.detach().requires_grad_()
             grads = _loss_grads(objective, data.terms(terms, *leaves), leaves, totals)
-            torch.autograd.backward((logprobs, entropies), grads)
+            backward((logprobs, entropies), grads)
             executed += len(sample.tokens)
         return StepResult(
             metrics=totals.metrics(data.num_terms),
@@ -225,14 +227,18 @@ class FlatEngine(_Engine):
         )
 
 
-def _loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
-    """Evaluate the objective on a part of the step and differentiate it by edge log-probs and source entropies."""
+def _loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> Grads:
+    """Evaluate the objective on a part of the step and differentiate it by edge log-probs and source entropies.
+
+    Without a use of the entropies their gradient is None, which spares the head work; log-probs always have one, so
+    that a backward runs also where no term depends on the model.
+    """
     loss = objective(terms)
     totals.add(loss)
-    if not loss.value.requires_grad:
-        return torch.zeros_like(leaves[0]), torch.zeros_like(leaves[1])
-    grads = torch.autograd.grad(loss.value, leaves, allow_unused=True)
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads))
+    grads = (None, None)
+    if loss.value.requires_grad:
+        grads = torch.autograd.grad(loss.value, leaves, allow_unused=True)
+    return torch.zeros_like(leaves[0]) if grads[0] is None else grads[0], grads[1]
 
 
 def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -18,8 +18,17 @@ from megatron_dta.mcore.model import TreeModel
 from megatron_dta.mcore.params import Mode, TreeParams
 from megatron_dta.tree.plan import Call, Chunk, Kind, Operation, Plan, Push
 
-ChunkLoss = Callable[[Chunk, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(chunk, detached edge log-probs [E], detached source entropies) -> gradients of the loss for both."""
+Grads = tuple[torch.Tensor, torch.Tensor | None]
+"""Gradients of the loss for edge log-probs [E] and source entropies; None: the loss does not use them."""
+
+ChunkLoss = Callable[[Chunk, torch.Tensor, torch.Tensor], Grads]
+"""(chunk, detached edge log-probs [E], detached source entropies) -> gradients for both."""
+
+
+def backward(outputs: tuple[torch.Tensor, torch.Tensor], grads: Grads) -> None:
+    """Start a backward from edge log-probs and, where the loss uses them, entropies."""
+    used = [(output, grad) for output, grad in zip(outputs, grads) if grad is not None]
+    torch.autograd.backward(*zip(*used))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +36,7 @@ class _InFlight:
     """A chunk between its forward and its backward."""
 
     outputs: tuple[torch.Tensor, torch.Tensor]
-    grads: tuple[torch.Tensor, torch.Tensor]
+    grads: Grads
 
 
 class Executor:
@@ -96,7 +105,7 @@ class Executor:
         """Run a chunk's backward, also without a loss-bearing edge: its descendants' gradients wait in the cache."""
         self.cache.begin_grads(self._rows(self.plan.chunks[index].fresh_grad))
         chunk = self.in_flight.pop(index)
-        torch.autograd.backward(chunk.outputs, chunk.grads)
+        backward(chunk.outputs, chunk.grads)
 
     def _hidden(self, call: Call, mode: Mode, **rows: torch.Tensor) -> torch.Tensor:
         """Run the decoder over a call's rows: final hidden states [R, h]."""

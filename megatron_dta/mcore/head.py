@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-MAX_LOGITS = 2**24
-"""Logits alive at once: the row block is chosen to stay near it."""
+MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
+"""Logits alive at once: the row block is chosen to stay near it; on a CPU, near its cache."""
 
 
 def edge_logprobs(
@@ -37,37 +37,47 @@ class _EdgeLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse, entropy = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
         logprob = hidden.new_empty(len(edge_source), dtype=wide)
-        for rows, edges in _blocks(edge_source, len(hidden), vocab_size):
+        for rows, edges in _blocks(hidden, edge_source, vocab_size):
             logits = _logits(hidden[rows], weight, temperature, vocab_size)
-            lse[rows] = logits.logsumexp(1)
             source = edge_source[edges] - rows.start
-            logprob[edges] = logits[source, edge_target[edges]] - lse[rows][source]
-            entropy[rows] = lse[rows] - torch.linalg.vecdot((logits - lse[rows][:, None]).exp(), logits)
+            largest = logits.amax(1)
+            logits -= largest[:, None]
+            p = logits.exp()
+            total = p.sum(1)
+            lse[rows] = largest + total.log()
+            logprob[edges] = logits[source, edge_target[edges]] - total.log()[source]
+            entropy[rows] = total.log() - torch.linalg.vecdot(p, logits) / total
         ctx.save_for_backward(hidden, weight, edge_source, edge_target, lse, entropy)
         ctx.temperature, ctx.vocab_size = temperature, vocab_size
+        ctx.set_materialize_grads(False)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx, grad_logprob, grad_entropy):
+        """d logprob = onehot - p and d entropy = -p (log p + entropy), by the logits of a row."""
         hidden, weight, edge_source, edge_target, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype)
-        for rows, edges in _blocks(edge_source, len(hidden), ctx.vocab_size):
-            log_p = _logits(hidden[rows], weight, ctx.temperature, ctx.vocab_size) - lse[rows][:, None]
+        if grad_logprob is None:
+            grad_logprob = lse.new_zeros(len(edge_source))
+        for rows, edges in _blocks(hidden, edge_source, ctx.vocab_size):
+            log_p = _logits(hidden[rows], weight, ctx.temperature, ctx.vocab_size).sub_(lse[rows, None])
             source, p = edge_source[edges] - rows.start, log_p.exp()
-            per_row = torch.zeros_like(lse[rows]).index_add_(0, source, grad_logprob[edges])
-            # d logprob = onehot - p;  d entropy = -p (log p + entropy)
-            grad = p * (-per_row[:, None] - grad_entropy[rows, None] * (log_p + entropy[rows, None]))
+            per_row = -torch.zeros_like(lse[rows]).index_add_(0, source, grad_logprob[edges])[:, None]
+            if grad_entropy is None:
+                grad = p.mul_(per_row)
+            else:
+                grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).add_(per_row).mul_(p)
             grad.index_put_((source, edge_target[edges]), grad_logprob[edges], accumulate=True)
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight[: ctx.vocab_size]
-            grad_weight[: ctx.vocab_size] += grad.T @ hidden[rows]
+            grad_weight[: ctx.vocab_size].addmm_(grad.T.to(lse.dtype), hidden[rows].to(lse.dtype))
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _blocks(edge_source: torch.Tensor, num_rows: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
+def _blocks(hidden: torch.Tensor, edge_source: torch.Tensor, vocab_size: int) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, their edges); edges are sorted by source."""
-    size = max(1, MAX_LOGITS // vocab_size)
+    num_rows, size = len(hidden), max(1, MAX_LOGITS[hidden.device.type] // vocab_size)
     starts = torch.arange(0, num_rows + size, size).clamp(max=num_rows)
     bounds = torch.searchsorted(edge_source, starts.to(edge_source)).tolist()
     for i, (start, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist())):

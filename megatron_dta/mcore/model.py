@@ -46,9 +46,7 @@ class TreeModel(GPTModel):
         return self.output_layer.weight
 
 
-def build_model(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, recompute: str = "none"
-) -> TreeModel:
+def build_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, recompute: str = "none") -> TreeModel:
     """Build a decoder with random weights drawn from torch's generator; raise UsageError for an unknown recompute."""
     if recompute not in RECOMPUTE:
         raise UsageError(f"recompute is {recompute!r}; expected one of {', '.join(RECOMPUTE)}")

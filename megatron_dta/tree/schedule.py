@@ -20,9 +20,7 @@ def make_plan(forest: Forest, budget: int | str, *, multiple: int = 1, in_flight
     return schedule(forest, chunk_of, capacity=capacity, multiple=multiple, in_flight=in_flight)
 
 
-def schedule(
-    forest: Forest, chunk_of: np.ndarray, *, capacity: int, multiple: int = 1, in_flight: int = 1
-) -> Plan:
+def schedule(forest: Forest, chunk_of: np.ndarray, *, capacity: int, multiple: int = 1, in_flight: int = 1) -> Plan:
     """Turn any assignment of tokens to chunks, int [T], into a plan; pushes are split at `capacity` rows.
 
     A pushed token is pushed once, right before the first chunk that reads it. At most `in_flight` chunks are between
@@ -163,5 +161,3 @@ class _Builder:
             capacity=self.capacity,
             in_flight=in_flight,
         )
-
-

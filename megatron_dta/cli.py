@@ -1,0 +1,107 @@
+"""The command line: thin; each command imports what it needs when it runs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_dta import __version__
+from megatron_dta.errors import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; bad input ends with one line on standard error and status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_dta", description="Train LLM policies on prefix trees.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train on a rollout file as a TOML config says")
+    train.add_argument("config", help="a TOML file; see configs/")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
+    train.set_defaults(run=_train)
+    verify = commands.add_parser("verify", help="compare trees with each rollout alone, on your own rollouts")
+    _add_rollout_options(verify)
+    source = verify.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="HF_FOLDER", help="a Hugging Face folder with weights")
+    source.add_argument("--config", metavar="HF_CONFIG_JSON", help="a config.json; weights are random")
+    source.add_argument("--tiny", default="qwen3", choices=("qwen2", "qwen3", "llama"), help="a tiny random model")
+    verify.add_argument("--dtype", default="fp64", choices=("bf16", "fp32", "fp64"))
+    verify.add_argument("--attention", choices=("reference", "segment", "flash4"), help="by default fit to the machine")
+    verify.add_argument("--temperature", type=float, default=1.0)
+    verify.set_defaults(run=_verify)
+    plan = commands.add_parser("plan", help="what a rollout file saves and costs; needs no torch")
+    _add_rollout_options(plan)
+    plan.add_argument("--config", metavar="HF_CONFIG_JSON", help="for work and memory of that model")
+    plan.add_argument("--dtype", default="bf16", choices=("bf16", "fp32", "fp64"))
+    plan.add_argument("--json", metavar="FILE", help="also write the statistics as JSON")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rollouts", help="a .jsonl or .npz rollout file")
+    parser.add_argument("--budget", type=_budget, default=16384, help="rows with gradient per chunk, or 'whole'")
+    parser.add_argument("--padding", type=int, default=1, help="rows of a chunk are padded to this multiple")
+    parser.add_argument("--form", default="whole", choices=("whole", "turn", "comb"))
+    parser.add_argument("--limit", type=int, metavar="G", help="only the first G groups")
+    parser.add_argument("--truncate", type=int, metavar="N", help="only the first N tokens of each sample")
+    parser.add_argument("--mask", default="full", choices=("full", "response"), help="what per-token lists cover")
+
+
+def _budget(text: str) -> int | str:
+    return text if text == "whole" else int(text)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_dta.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from megatron_dta.train import train
+
+    train(config)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megatron_dta.verify_command import run_verify
+
+    return run_verify(
+        args.rollouts,
+        hf_folder=args.model,
+        hf_config=args.config,
+        tiny=args.tiny,
+        dtype=args.dtype,
+        budget=args.budget,
+        padding=args.padding,
+        form=args.form,
+        limit=args.limit,
+        truncate=args.truncate,
+        mask=args.mask,
+        attention=args.attention,
+        temperature=args.temperature,
+    )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megatron_dta.plan_command import run_plan
+
+    run_plan(
+        args.rollouts,
+        budget=args.budget,
+        padding=args.padding,
+        form=args.form,
+        limit=args.limit,
+        truncate=args.truncate,
+        mask=args.mask,
+        model=args.config,
+        dtype=args.dtype,
+        json_file=args.json,
+    )
+    return 0

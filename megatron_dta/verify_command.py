@@ -1,0 +1,60 @@
+"""The `verify` command: open the model and the rollouts, compare, print a table."""
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dta.checkpoint.open_model import open_model, tiny_model
+from megatron_dta.data.rollouts import read_rollouts
+from megatron_dta.mcore.model import TreeModel
+from megatron_dta.progress import say
+from megatron_dta.verify import Verdict, verify
+
+
+def run_verify(
+    rollouts: str,
+    *,
+    hf_folder: str | None,
+    hf_config: str | None,
+    tiny: str,
+    dtype: str,
+    budget: int | str,
+    padding: int,
+    form: str,
+    limit: int | None,
+    truncate: int | None,
+    mask: str,
+    attention: str | None,
+    temperature: float,
+) -> int:
+    """Return 0 if trees train as each rollout alone would, 1 if not."""
+    samples = read_rollouts(rollouts, form=form, limit=limit, truncate=truncate, mask=mask, on_warning=say)
+
+    def open_(model_dtype: str) -> TreeModel:
+        if hf_folder or hf_config:
+            return open_model(hf_folder=hf_folder, hf_config=hf_config, dtype=model_dtype)[0]
+        vocab_size = max(int(s.tokens.max()) for s in samples) + 1
+        longest = max(len(s.tokens) for s in samples)
+        return tiny_model(tiny, vocab_size, dtype=model_dtype, max_positions=longest)
+
+    if not (hf_folder or hf_config):
+        say(f"no --model or --config: a tiny random {tiny} model")
+    verdict = verify(
+        open_, samples, dtype=dtype, budget=budget, backend=attention, padding=padding, temperature=temperature, say=say
+    )
+    Console().print(_table(verdict, budget))
+    return 0 if verdict.passed else 1
+
+
+def _table(verdict: Verdict, budget: int | str) -> Table:
+    tree = verdict.tree
+    table = Table("tree against each alone", "difference", "tolerance", title=f"budget {budget}")
+    table.add_row("max |log-prob difference|", f"{tree.logprob:.3e}", f"{verdict.logprob_tolerance:.3e}")
+    table.add_row("loss difference", f"{tree.loss:.3e}", "")
+    table.add_row(
+        f"worst relative gradient error ({tree.worst_parameter})", f"{tree.grad:.3e}", f"{verdict.grad_tolerance:.3e}"
+    )
+    table.caption = (
+        f"{verdict.trained_tokens:,} trained tokens, reuse {verdict.reuse:.2f}x. Tolerance, {verdict.why}. "
+        + ("PASSED: trees train as each rollout alone." if verdict.passed else "FAILED: the tolerance is exceeded.")
+    )
+    return table
