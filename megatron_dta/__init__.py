@@ -1,3 +1,3 @@
-"""Train LLM policies on prefix trees inside Megatron-Core: every distinct token once, with each rollout's exact gradient."""
+"""Train LLM policies on prefix trees inside Megatron-Core: each token once, exactly."""
 
 __version__ = "0.1.0"

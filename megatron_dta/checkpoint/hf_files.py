@@ -71,7 +71,7 @@ def save_hf(model: TreeModel, folder: str | Path, raw_config: dict[str, Any], so
 def hf_state(model: TreeModel) -> dict[str, torch.Tensor]:
     """Return every tensor of the model under its Hugging Face name, contiguous, on the CPU."""
     parameters = dict(model.named_parameters())
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for mapping in mappings(model.model_config):
         parts = mapping.split(parameters[mapping.megatron].detach())
         state.update((name, part.contiguous().cpu()) for name, part in zip(mapping.hf, parts))

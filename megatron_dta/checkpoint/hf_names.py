@@ -46,7 +46,7 @@ def _layer(config: ModelConfig, megatron: str, hf: str) -> Iterator[Mapping]:
     yield Mapping(
         megatron=megatron + "mlp.linear_fc1.weight",
         hf=(hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"),
-        join=torch.cat,
+        join=lambda parts: torch.cat(list(parts)),
         split=lambda weight: weight.chunk(2),
     )
     yield _same(megatron + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight")

@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Sample:
-    """One sequence with its training data; per-token arrays have length L, entry t belongs to the prediction of token t.
+    """One sequence with its training data; per-token arrays have length L, entry t is about predicting token t.
 
     Shapes: tokens int32 [L], loss_mask bool [L] (entry 0 is always False: nothing predicts it), old_logprobs and
     ref_logprobs float64 [L] or None, identity int64 [L] or None, advantage a float, float64 [L] or None.

@@ -28,7 +28,7 @@ ChunkLoss = Callable[[Chunk, torch.Tensor, torch.Tensor], Grads]
 def backward(outputs: tuple[torch.Tensor, torch.Tensor], grads: Grads) -> None:
     """Start a backward from edge log-probs and, where the loss uses them, entropies."""
     used = [(output, grad) for output, grad in zip(outputs, grads) if grad is not None]
-    torch.autograd.backward(*zip(*used))
+    torch.autograd.backward([output for output, _ in used], [grad for _, grad in used])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

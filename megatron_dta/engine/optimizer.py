@@ -1,6 +1,7 @@
 """AdamW on master weights: low-precision parameters are rounded copies, so that small updates are not lost."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -15,9 +16,10 @@ class MasterAdamW:
         self.config, self.total_updates = config, total_updates
         self.params = list(model.parameters())
         self.masters = [_master(p) for p in self.params]
-        for param, master in zip(self.params, self.masters):
-            master.grad = torch.zeros_like(master)
-            param.register_post_accumulate_grad_hook(_adder(master))
+        self.main_grads = [torch.zeros_like(m) for m in self.masters]
+        for param, master, main_grad in zip(self.params, self.masters, self.main_grads):
+            master.grad = main_grad
+            param.register_post_accumulate_grad_hook(_adder(main_grad))
         decay = [m for m in self.masters if m.dim() > 1]
         plain = [m for m in self.masters if m.dim() <= 1]
         groups = [
@@ -45,9 +47,8 @@ class MasterAdamW:
 
         Raises FloatingPointError, with nothing updated, if the gradient is not finite.
         """
-        grads = [m.grad for m in self.masters]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        grad_norm = float(norm)
+        grads = self.main_grads
+        grad_norm = float(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads)))))
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"gradient norm is {grad_norm} at update {self.num_updates}; nothing was updated")
         if self.config.clip_norm is not None and grad_norm > self.config.clip_norm:
@@ -70,9 +71,9 @@ def _master(param: torch.nn.Parameter) -> torch.Tensor:
     return param.detach().to(wide).requires_grad_()
 
 
-def _adder(master: torch.Tensor):
+def _adder(main_grad: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def add(param: torch.Tensor) -> None:
-        master.grad.add_(param.grad)
+        main_grad.add_(param.grad)  # type: ignore[arg-type]  # the hook runs when it is there
         param.grad = None
 
     return add

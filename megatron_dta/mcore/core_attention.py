@@ -80,6 +80,7 @@ def _attend(q, k, v, params: TreeParams, layer: int, scale: float) -> torch.Tens
         return _TrainAttention.apply(q, k, v, params, layer, scale)
     if params.mode is Mode.PUSH:
         rows = params.store_state
+        assert rows is not None
         params.cache.store(layer, rows, k[: len(rows)], v[: len(rows)])
     keys, values = params.cache.with_context(layer, params.context_state, k, v)
     return params.backend.forward(q, keys, values, params.mask, scale)[0]

@@ -16,8 +16,8 @@ def install() -> None:
         raise RuntimeError("the CPU shim must not be installed on a machine with CUDA")
     from megatron.core.tensor_parallel import random
 
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda *args, **kwargs: None
+    vars(torch.cuda)["current_device"] = lambda: torch.device("cpu")
+    vars(torch.cuda)["synchronize"] = lambda *args, **kwargs: None
     random._get_all_rng_states = lambda: ()
     random._set_all_rng_states = lambda *states: None
     random._fork_rng = contextlib.nullcontext

@@ -1,5 +1,7 @@
 """A Megatron-Core GPT model whose core attention, rotary embedding and output layer know about trees."""
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,7 +17,12 @@ from megatron_dta.mcore.rotary import TreeRotary
 from megatron_dta.model_config import ModelConfig
 
 VOCAB_MULTIPLE = 128
-RECOMPUTE = ("none", "core_attention", "full")
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "core_attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+RECOMPUTE = tuple(_RECOMPUTE)
 
 
 class Norm(nn.RMSNorm):
@@ -23,7 +30,7 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
 class HiddenOutput(ColumnParallelLinear):
@@ -72,11 +79,6 @@ def padded_vocab(vocab_size: int) -> int:
 
 def transformer_config(config: ModelConfig, dtype: torch.dtype, recompute: str) -> TransformerConfig:
     """Translate a model's shape to Megatron's; fusions that need a GPU extension are off."""
-    recompute_options = {
-        "none": {},
-        "core_attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[recompute]
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -105,7 +107,7 @@ def transformer_config(config: ModelConfig, dtype: torch.dtype, recompute: str) 
         persist_layer_norm=False,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=False,
-        **recompute_options,
+        **_RECOMPUTE[recompute],
     )
 
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import nn
 
-from megatron_dta.model_config import ModelConfig, RopeScaling
 from megatron_dta.mcore.params import TreeParams
+from megatron_dta.model_config import ModelConfig, RopeScaling
 
 
 class TreeRotary(nn.Module):

@@ -128,7 +128,7 @@ class _Runs:
         self.num_tokens += length - shared
 
     def arrays(self) -> dict[str, np.ndarray]:
-        start = np.array(self.start + [self.num_tokens], np.int64)
+        start = np.array([*self.start, self.num_tokens], np.int64)
         new = np.diff(start)
         depth = np.arange(self.num_tokens) + np.repeat(np.array(self.shared, np.int64) - start[:-1], new)
         parent = np.arange(-1, self.num_tokens - 1)
