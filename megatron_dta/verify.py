@@ -114,7 +114,7 @@ def verify(
 ) -> Verdict:
     """Run samples as a forest and each alone and compare.
 
-    open_: opens the model in a given dtype, always with the same weights. In fp64 both runs must agree to 1e-9. In
+    open_: opens the model in a given dtype; the reference takes over the weights as `dtype` rounds them. In fp64 both runs must agree to 1e-9. In
     fp32 and bf16 the reference is each sequence alone one precision higher; the forest may be at most twice as far
     from it as the sequences alone are in the same precision, plus one rounding. Raises UsageError if no token is
     trained: nothing would be compared.
@@ -135,9 +135,10 @@ def verify(
     else:
         wider = {"fp32": "fp64", "bf16": "fp32"}[dtype]
         say(f"... each alone in {wider}, the reference")
+        weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
         del model, engine
         gc.collect()
-        reference_model = open_(wider)
+        reference_model = _with_weights(open_(wider), weights)
         reference = run_pass(reference_model, FlatEngine(reference_model, temperature=temperature), samples)
         eager = difference(flat, reference)
         eps = {"fp32": torch.finfo(torch.float32).eps, "bf16": torch.finfo(torch.bfloat16).eps}[dtype]
@@ -152,6 +153,13 @@ def verify(
         reuse=tree.reuse,
         trained_tokens=trained,
     )
+
+
+@torch.no_grad()
+def _with_weights(model: TreeModel, weights: dict[str, torch.Tensor]) -> TreeModel:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
+    return model
 
 
 def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:

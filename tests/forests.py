@@ -1,0 +1,94 @@
+"""Forests for tests: random batches, named shapes, random legal chunk assignments, and slow ancestor sets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.tree.forest import Forest, build_forest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences as `build_forest` takes them."""
+
+    tokens: list[np.ndarray]
+    loss_masks: list[np.ndarray]
+    identities: list[np.ndarray | None] | None
+
+    def forest(self) -> Forest:
+        return build_forest(self.tokens, self.loss_masks, self.identities)
+
+
+def forest_of(*sequences: Sequence[int]) -> Forest:
+    """Build a forest that trains every token but each first one."""
+    tokens = [np.array(sequence, np.int32) for sequence in sequences]
+    return build_forest(tokens, [np.arange(len(t)) > 0 for t in tokens])
+
+
+def random_batch(rng: np.random.Generator, *, most: int = 9, longest: int = 9, tagged: bool | None = None) -> Batch:
+    """Draw sequences over few ids: duplicates, prefixes and extensions of earlier ones, several roots, tags."""
+    tokens: list[np.ndarray] = []
+    for _ in range(rng.integers(1, most + 1)):
+        tail = rng.integers(0, 3, rng.integers(1, longest + 1)).astype(np.int32)
+        base = tokens[rng.integers(len(tokens))] if tokens else tail
+        kept = base[: rng.integers(1, len(base) + 1)]
+        tokens.append([tail, base, kept, np.concatenate([kept, tail])][rng.integers(4)])
+    is_tagged = rng.random() < 0.3 if tagged is None else tagged
+    tags = [rng.integers(0, 2, len(t)) if rng.random() < 0.7 else None for t in tokens] if is_tagged else None
+    return Batch(tokens=tokens, loss_masks=[rng.random(len(t)) < 0.6 for t in tokens], identities=tags)
+
+
+def random_forest(seed: int, **limits) -> Forest:
+    return random_batch(np.random.default_rng(seed), **limits).forest()
+
+
+def random_assignment(forest: Forest, rng: np.random.Generator, num_chunks: int) -> np.ndarray:
+    """Draw a legal assignment: the number never falls along a path, so no two chunks hold each other's ancestors."""
+    chunk_of = np.zeros(forest.num_tokens, np.int64)
+    for token, parent in enumerate(forest.parent):
+        lowest = 0 if parent < 0 else chunk_of[parent]
+        chunk_of[token] = rng.integers(lowest, num_chunks) if rng.random() < 0.3 else lowest
+    return chunk_of
+
+
+def ancestor_sets(forest: Forest) -> list[set[int]]:
+    """Return every token's proper ancestors, one parent pointer at a time."""
+    above: list[set[int]] = []
+    for parent in forest.parent.tolist():
+        above.append(set() if parent < 0 else above[parent] | {parent})
+    return above
+
+
+SHAPES: dict[str, list[list[int]]] = {
+    "one token": [[7]],
+    "chain": [list(range(13))],
+    "star": [[0, i] for i in range(1, 8)],
+    "comb": [[*range(i), 90 + i, 80] for i in range(1, 9)],
+    "duplicates": [[1, 2, 3, 4]] * 3,
+    "prefix": [[1, 2, 3, 4, 5, 6], [1, 2, 3], [1, 2, 3, 4, 5, 6]],
+    "ragged tails": [[1, 2, *range(10 * i, 10 * i + i)] for i in range(1, 6)],
+    "several trees": [[1, 2, 3], [1, 2, 4, 5], [6], [7, 8], [7, 9, 1, 1]],
+}
+
+
+def shaped(name: str) -> Forest:
+    """Build one of SHAPES."""
+    return forest_of(*SHAPES[name])
+
+
+def caterpillar(length: int) -> list[np.ndarray]:
+    """Return `length` nested prefixes of one path, each with a leaf of its own: every path token is a branch point."""
+    path = np.arange(length, dtype=np.int32)
+    return [np.append(path[: i + 1], np.int32(length + i)) for i in range(length)]
+
+
+def star(num_children: int) -> list[np.ndarray]:
+    """Return one root with `num_children` leaves."""
+    return [np.array([0, i], np.int32) for i in range(1, num_children + 1)]
+
+
+def broom(prefix: int, num_leaves: int, leaf: int) -> list[np.ndarray]:
+    """Return a long shared prefix with `num_leaves` branches of `leaf` tokens."""
+    path = np.arange(prefix, dtype=np.int32)
+    return [np.concatenate([path, np.full(leaf, i, np.int32)]) for i in range(num_leaves)]
