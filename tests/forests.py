@@ -1,11 +1,15 @@
-"""Forests for tests: random batches, named shapes, random legal chunk assignments, and slow ancestor sets."""
+"""Forests for tests: random batches, named shapes, random legal chunk assignments, masks by definition."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_dta.attention.mask import TreeMask, tree_mask
 from megatron_dta.tree.forest import Forest, build_forest
+from megatron_dta.tree.plan import Call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +96,34 @@ def broom(prefix: int, num_leaves: int, leaf: int) -> list[np.ndarray]:
     """Return a long shared prefix with `num_leaves` branches of `leaf` tokens."""
     path = np.arange(prefix, dtype=np.int32)
     return [np.concatenate([path, np.full(leaf, i, np.int32)]) for i in range(num_leaves)]
+
+
+def visible_pairs(forest: Forest, call: Call) -> np.ndarray:
+    """Return who sees whom in a call by definition, bool [R, C + R]: ancestors and oneself; padding sees itself."""
+    above = ancestor_sets(forest)
+    keys = [*call.context.tolist(), *call.tokens.tolist()]
+    visible = np.zeros((call.size, len(call.context) + call.size), bool)
+    for row, token in enumerate(call.tokens.tolist()):
+        visible[row, : len(keys)] = [key == token or key in above[token] for key in keys]
+    for row in range(len(call.tokens), call.size):
+        visible[row, len(call.context) + row] = True
+    return visible
+
+
+def mask_of(call: Call) -> TreeMask:
+    return tree_mask(call.visible_from, call.visible_to, call.size, "cpu")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Record the most elements that any result of a torch operation has."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(part, torch.Tensor):
+                self.numel = max(self.numel, part.numel())
+        return result

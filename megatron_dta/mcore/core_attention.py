@@ -52,6 +52,10 @@ class TreeCoreAttention(MegatronModule):
 
 def causal_attention(query, key, value, scale: float) -> torch.Tensor:
     """Ordinary causal attention, [R, B, heads, H] -> [R, B, N * H], on torch's own kernel."""
+    if query.is_cuda and query.dtype == torch.float32:
+        # Only the half-precision kernel groups heads; without this the scores of all heads are materialised.
+        group = query.shape[2] // key.shape[2]
+        key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

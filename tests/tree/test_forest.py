@@ -98,7 +98,7 @@ def test_terms_are_the_trained_tokens_of_every_sequence(cases):
 
 def test_segments_are_runs_without_a_branch(cases):
     for case in cases:
-        num_children = {path: 0 for path in case.node_of}
+        num_children = dict.fromkeys(case.node_of, 0)
         for path in case.node_of:
             if len(path) > 1:
                 num_children[path[:-1]] += 1
