@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megatron_dta.data.samples import Sample
+from megatron_dta.engine.batch import per_sequence, term_index
 from megatron_dta.engine.engine import FlatEngine, TreeEngine
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.model import TreeModel
@@ -55,14 +56,14 @@ def with_random_advantages(samples: Sequence[Sample], seed: int = 0) -> list[Sam
 
 
 def run_pass(model: TreeModel, engine: TreeEngine | FlatEngine, samples: Sequence[Sample]) -> Pass:
-    """Run forward and backward once, and a sweep for the log-probs; the model's gradients are cleared after."""
+    """Run forward and backward once; the model's gradients are cleared after."""
     model.zero_grad(set_to_none=True)
     result = engine.train_batch(samples, random_objective())
     grads = {name: _grad(p) for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     return Pass(
         loss=result.metrics["loss"],
-        logprobs=engine.forward_batch(samples),
+        logprobs=per_sequence(samples, term_index(samples), result.term_logprobs.double().cpu().numpy()),
         grads=grads,
         reuse=result.sequence_tokens / max(result.executed_tokens, 1),
     )
@@ -114,10 +115,10 @@ def verify(
 ) -> Verdict:
     """Run samples as a forest and each alone and compare.
 
-    open_: opens the model in a given dtype; the reference takes over the weights as `dtype` rounds them. In fp64 both runs must agree to 1e-9. In
-    fp32 and bf16 the reference is each sequence alone one precision higher; the forest may be at most twice as far
-    from it as the sequences alone are in the same precision, plus one rounding. Raises UsageError if no token is
-    trained: nothing would be compared.
+    open_: opens the model in a given dtype; the reference takes over the weights as `dtype` rounds them. In fp64 both
+    runs must agree to 1e-9. In fp32 and bf16 the reference is each sequence alone one precision higher; the forest
+    may be at most twice as far from it as the sequences alone are in the same precision, plus one rounding. Raises
+    UsageError if no token is trained: nothing would be compared.
     """
     samples = with_random_advantages(samples)
     trained = sum(int(np.count_nonzero(s.loss_mask[1:])) for s in samples)

@@ -1,10 +1,14 @@
 """The `verify` command: open the model and the rollouts, compare, print a table."""
 
+from dataclasses import replace
+
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from megatron_dta.checkpoint.open_model import open_model, tiny_model
 from megatron_dta.data.rollouts import read_rollouts
+from megatron_dta.data.samples import Sample
 from megatron_dta.mcore.model import TreeModel
 from megatron_dta.progress import say
 from megatron_dta.verify import Verdict, verify
@@ -28,21 +32,30 @@ def run_verify(
 ) -> int:
     """Return 0 if trees train as each rollout alone would, 1 if not."""
     samples = read_rollouts(rollouts, form=form, limit=limit, truncate=truncate, mask=mask, on_warning=say)
+    if not (hf_folder or hf_config):
+        samples, vocab_size = renumbered(samples)
+        say(f"no --model or --config: a tiny random {tiny} model over the {vocab_size:,} ids that occur")
 
     def open_(model_dtype: str) -> TreeModel:
         if hf_folder or hf_config:
             return open_model(hf_folder=hf_folder, hf_config=hf_config, dtype=model_dtype)[0]
-        vocab_size = max(int(s.tokens.max()) for s in samples) + 1
         longest = max(len(s.tokens) for s in samples)
         return tiny_model(tiny, vocab_size, dtype=model_dtype, max_positions=longest)
 
-    if not (hf_folder or hf_config):
-        say(f"no --model or --config: a tiny random {tiny} model")
     verdict = verify(
         open_, samples, dtype=dtype, budget=budget, backend=attention, padding=padding, temperature=temperature, say=say
     )
     Console().print(_table(verdict, budget))
     return 0 if verdict.passed else 1
+
+
+def renumbered(samples: list[Sample]) -> tuple[list[Sample], int]:
+    """Number the ids that occur from 0: for a random model the same task, with a smaller vocabulary.
+
+    Returns the samples and the number of ids.
+    """
+    ids = np.unique(np.concatenate([s.tokens for s in samples]))
+    return [replace(s, tokens=np.searchsorted(ids, s.tokens).astype(np.int32)) for s in samples], len(ids)
 
 
 def _table(verdict: Verdict, budget: int | str) -> Table:

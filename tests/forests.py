@@ -114,6 +114,17 @@ def mask_of(call: Call) -> TreeMask:
     return tree_mask(call.visible_from, call.visible_to, call.size, "cpu")
 
 
+def mask_of_subset(forest: Forest, rng: np.random.Generator) -> tuple[TreeMask, np.ndarray]:
+    """Draw any sorted queries and any context; return their mask by the two-number rule, and pairs by definition."""
+    is_query = rng.random(forest.num_tokens) < rng.uniform(0.2, 0.9)
+    is_query[rng.integers(forest.num_tokens)] = True
+    queries, others = np.flatnonzero(is_query), np.flatnonzero(~is_query)
+    keys = np.concatenate([others[rng.random(len(others)) < 0.7], queries])
+    ends = (np.searchsorted(queries, ends).astype(np.int32) for ends in (keys, forest.subtree_end[keys]))
+    above = ancestor_sets(forest)
+    return tree_mask(*ends, len(queries), "cpu"), np.array([[k == q or k in above[q] for k in keys] for q in queries])
+
+
 class LargestTensor(TorchDispatchMode):
     """Record the most elements that any result of a torch operation has."""
 

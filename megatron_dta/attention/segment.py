@@ -11,7 +11,7 @@ import torch
 
 from megatron_dta.attention.mask import TreeMask
 
-MAX_SCORES = 2**22
+MAX_SCORES = 2**21
 """Scores alive at once, over all heads: the block of query rows is chosen to stay near it."""
 
 
@@ -45,17 +45,20 @@ def query_runs(mask: TreeMask) -> list[Run]:
 
 
 class SegmentBackend:
-    """Eager matrix products per run, in fp32 for lower precisions."""
+    """Eager matrix products per run, in fp32 for lower precisions; scores are worked on in place."""
 
     def forward(self, q, k, v, mask: TreeMask, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Backend`."""
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
-        for rows, keys, num_rows in _blocks(q, mask):
-            scores = _scores(q[rows], k[keys], num_rows, scale)
-            block_lse = scores.logsumexp(-1, keepdim=True)
-            out[rows] = _to_rows((scores - block_lse).exp() @ _by_head(v[keys]), q.shape[1]).to(q.dtype)
-            lse[:, rows] = block_lse.view(q.shape[1], -1)
+        for run in _runs(mask):
+            keys, values = _by_head(k, run.keys), _by_head(v, run.keys)
+            for rows, seen in _blocks(run, q.shape[1]):
+                p = _scores(_by_group(q[rows], k.shape[1]) * scale, keys[:, :seen], rows)
+                largest = p.amax(-1, keepdim=True)
+                total = p.sub_(largest).exp_().sum(-1, keepdim=True)
+                out[rows] = _to_rows((p @ values[:, :seen]).div_(total), q.shape[1]).to(q.dtype)
+                lse[:, rows] = (largest + total.log()).view(q.shape[1], -1)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, mask: TreeMask, scale: float):
@@ -63,35 +66,42 @@ class SegmentBackend:
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=_wide(q)) for x in (k, v))
         num_groups = k.shape[1]
-        for rows, keys, num_rows in _blocks(q, mask):
-            queries, grads = _by_group(q[rows], num_groups), _by_group(dout[rows], num_groups)
-            p = (_scores(q[rows], k[keys], num_rows, scale) - lse[:, rows].reshape(num_groups, -1, 1)).exp()
-            dv.index_add_(0, keys, (p.mT @ grads).transpose(0, 1))
-            dp = grads @ _by_head(v[keys]).mT
-            delta = (grads * _by_group(out[rows], num_groups)).sum(-1, keepdim=True)
-            ds = p * (dp - delta) * scale
-            dq[rows] = _to_rows(ds @ _by_head(k[keys]), q.shape[1]).to(q.dtype)
-            dk.index_add_(0, keys, (ds.mT @ queries).transpose(0, 1))
+        for run in _runs(mask):
+            keys, values = _by_head(k, run.keys), _by_head(v, run.keys)
+            run_dk, run_dv = torch.zeros_like(keys), torch.zeros_like(values)
+            for rows, seen in _blocks(run, q.shape[1]):
+                queries, grads = _by_group(q[rows], num_groups) * scale, _by_group(dout[rows], num_groups)
+                p = _scores(queries, keys[:, :seen], rows).sub_(lse[:, rows].reshape(num_groups, -1, 1)).exp_()
+                run_dv[:, :seen].baddbmm_(p.mT, grads)
+                delta = (grads * _by_group(out[rows], num_groups)).sum(-1, keepdim=True)
+                ds = (grads @ values[:, :seen].mT).sub_(delta).mul_(p)
+                dq[rows] = _to_rows((ds @ keys[:, :seen]).mul_(scale), q.shape[1]).to(q.dtype)
+                run_dk[:, :seen].baddbmm_(ds.mT, queries)
+            dk.index_add_(0, run.keys, run_dk.transpose(0, 1))
+            dv.index_add_(0, run.keys, run_dv.transpose(0, 1))
         return dq, dk, dv
 
 
-def _blocks(q: torch.Tensor, mask: TreeMask) -> Iterator[tuple[slice, torch.Tensor, int]]:
-    """Yield (query rows, their keys, how many rows the block has): the last keys are the block's own rows."""
-    for run in mask.cached("query_runs", lambda: query_runs(mask)):
-        num_path = len(run.keys) - (run.stop - run.start)
-        rows_at_once = max(1, MAX_SCORES // (len(run.keys) * q.shape[1]))
-        for start in range(run.start, run.stop, rows_at_once):
-            stop = min(start + rows_at_once, run.stop)
-            yield slice(start, stop), run.keys[: num_path + stop - run.start], stop - start
+def _runs(mask: TreeMask) -> list[Run]:
+    return mask.cached("query_runs", lambda: query_runs(mask))
+
+
+def _blocks(run: Run, num_heads: int) -> Iterator[tuple[slice, int]]:
+    """Yield (query rows, how many of the run's keys the last of them sees): the last keys are the rows themselves."""
+    num_path = len(run.keys) - (run.stop - run.start)
+    rows_at_once = max(1, MAX_SCORES // (len(run.keys) * num_heads))
+    for start in range(run.start, run.stop, rows_at_once):
+        stop = min(start + rows_at_once, run.stop)
+        yield slice(start, stop), num_path + stop - run.start
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _by_head(x: torch.Tensor) -> torch.Tensor:
-    """[m, K, H] -> [K, m, H], at least fp32."""
-    return x.to(_wide(x)).transpose(0, 1)
+def _by_head(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[C, K, H] -> the chosen keys, [K, m, H], at least fp32."""
+    return x.index_select(0, chosen).to(_wide(x)).transpose(0, 1).contiguous()
 
 
 def _by_group(x: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -105,10 +115,11 @@ def _to_rows(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x.reshape(num_heads, -1, x.shape[-1]).transpose(0, 1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, num_rows: int, scale: float) -> torch.Tensor:
-    """[n, N, H], [m, K, H] -> masked scores [K, G n, m]; among the last n keys a row sees those up to its own."""
-    scores = _by_group(q, k.shape[1]) @ _by_head(k).mT * scale
-    if num_rows > 1:
-        later = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).triu(1)
-        scores.view(k.shape[1], -1, num_rows, k.shape[0])[..., -num_rows:].masked_fill_(later, -torch.inf)
+def _scores(queries: torch.Tensor, keys: torch.Tensor, rows: slice) -> torch.Tensor:
+    """[K, G n, H], [K, m, H] -> masked scores [K, G n, m]; among the last n keys a row sees those up to its own."""
+    n = rows.stop - rows.start
+    scores = queries @ keys.mT
+    if n > 1:
+        later = torch.ones(n, n, dtype=torch.bool, device=keys.device).triu(1)
+        scores.view(len(keys), -1, n, keys.shape[1])[..., -n:].masked_fill_(later, -torch.inf)
     return scores

@@ -48,6 +48,8 @@ class TermData:
     ):
         """Raise UsageError where the objective needs rewards, advantages or reference log-probs that are missing."""
         self.num_terms = len(index.sequence)
+        self.logprobs = torch.full((self.num_terms,), torch.nan, dtype=dtype, device=device)
+        """[M]: what the pass over the step has computed so far."""
 
         def on_device(values) -> torch.Tensor:
             return torch.as_tensor(values).to(device=device, dtype=dtype)
@@ -60,7 +62,8 @@ class TermData:
         self.ref_logprobs = _ref_logprobs(samples, index, objective, on_device)
 
     def terms(self, chosen: torch.Tensor | slice, logprobs: torch.Tensor, entropies: torch.Tensor) -> Terms:
-        """Put the chosen terms together with their log-probs and entropies [chosen]."""
+        """Put the chosen terms together with their log-probs and entropies [chosen]; keep the log-probs."""
+        self.logprobs[chosen] = logprobs.detach()
         old = self.old_logprobs[chosen]
         return Terms(
             logprobs=logprobs,
@@ -80,6 +83,15 @@ def per_term(values: Sequence[float | np.ndarray | None], index: TermIndex, miss
     for value, start, stop in zip(values, bounds[:-1], bounds[1:]):
         if value is not None:
             out[start:stop] = value[index.position[start:stop]] if isinstance(value, np.ndarray) else value
+    return out
+
+
+def per_sequence(samples: Sequence[Sample], index: TermIndex, values: np.ndarray) -> list[np.ndarray]:
+    """Give every sample its values [M], float64 [length]; NaN where it has no term: entry 0 and untrained tokens."""
+    bounds = np.searchsorted(index.sequence, np.arange(len(samples) + 1))
+    out = [np.full(len(sample.tokens), np.nan) for sample in samples]
+    for row, start, stop in zip(out, bounds[:-1], bounds[1:]):
+        row[index.position[start:stop]] = values[start:stop]
     return out
 
 

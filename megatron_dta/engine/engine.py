@@ -12,7 +12,7 @@ import torch
 
 from megatron_dta.attention.api import Backend, get_backend
 from megatron_dta.data.samples import Sample
-from megatron_dta.engine.batch import TermData, TermIndex, Totals, term_index
+from megatron_dta.engine.batch import TermData, TermIndex, Totals, per_sequence, term_index
 from megatron_dta.engine.executor import Executor, Grads, backward
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.head import edge_logprobs
@@ -38,6 +38,8 @@ class StepResult:
     """Tokens computed with gradient, padding excluded."""
     pushed_tokens: int
     """Tokens whose forward ran once more, without gradient."""
+    term_logprobs: torch.Tensor
+    """[M], on the device; `engine.batch.per_sequence` gives every sample its own."""
 
 
 class _Engine:
@@ -66,13 +68,7 @@ class _Engine:
         Entry 0 and the entries of tokens outside the loss mask are NaN: nothing scored them.
         """
         index = self._check(samples)
-        logprobs = self._score(samples, index)
-        bounds = np.searchsorted(index.sequence, np.arange(len(samples) + 1))
-        out = [np.full(len(sample.tokens), np.nan) for sample in samples]
-        for i, row in enumerate(out):
-            terms = slice(bounds[i], bounds[i + 1])
-            row[index.position[terms]] = logprobs[terms]
-        return out
+        return per_sequence(samples, index, self._score(samples, index))
 
     def _check(self, samples: Sequence[Sample]) -> TermIndex:
         config = self.model.model_config
@@ -153,6 +149,7 @@ class TreeEngine(_Engine):
             sequence_tokens=int(plan.forest.lengths.sum()),
             executed_tokens=plan.forest.num_tokens if data.num_terms else 0,
             pushed_tokens=plan.num_pushed if data.num_terms else 0,
+            term_logprobs=data.logprobs,
         )
 
     def _score(self, samples, index: TermIndex) -> np.ndarray:
@@ -193,6 +190,7 @@ class FlatEngine(_Engine):
             sequence_tokens=sum(len(s.tokens) for s in samples),
             executed_tokens=executed,
             pushed_tokens=0,
+            term_logprobs=data.logprobs,
         )
 
     def _score(self, samples, index: TermIndex) -> np.ndarray:

@@ -20,6 +20,7 @@ from tests.forests import (
     LargestTensor,
     broom,
     mask_of,
+    mask_of_subset,
     random_assignment,
     random_forest,
     shaped,
@@ -103,6 +104,14 @@ def test_segment_equals_reference_on_scattered_chunks(groups):
     for call in calls:
         x = draw(mask_of(call), groups)
         assert_equal(run("segment", x), run("reference", x))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_segment_equals_reference_on_any_queries_and_keys(seed):
+    """Shards: context between rows of one path, context that no row sees."""
+    mask, _ = mask_of_subset(random_forest(seed, most=12, longest=12), np.random.default_rng(seed))
+    x = draw(mask, seed=seed)
+    assert_equal(run("segment", x), run("reference", x))
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 127, 129, 500])
@@ -241,7 +250,8 @@ def test_outputs_are_written_in_full(backend, monkeypatch):
 
 def test_d04_segment_runs_99k_tokens_in_linear_memory():
     """A square of scores would have 9.8e9 entries; what is alive at once is a block of them, and the keys."""
-    forest = build_forest(broom(prefix=1_000, num_leaves=98, leaf=1_000))
+    leaves = broom(prefix=300, num_leaves=319, leaf=300)
+    forest = build_forest([*leaves, np.append(leaves[0][:300], np.full(3_000, 999))])
     (call,) = make_plan(forest, WHOLE).chunks
     assert forest.num_tokens == 99_000
     x = torch.randn(4, forest.num_tokens, 1, 8, generator=torch.Generator().manual_seed(0))

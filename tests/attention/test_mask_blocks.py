@@ -16,6 +16,7 @@ from tests.forests import (
     LargestTensor,
     broom,
     mask_of,
+    mask_of_subset,
     random_assignment,
     random_forest,
     shaped,
@@ -72,6 +73,18 @@ def test_mask_is_the_ancestor_relation(masks):
         assert np.array_equal(dense_mask(mask).numpy(), visible)
         assert (mask.num_keys, mask.num_context) == (visible.shape[1], len(call.context))
         assert mask.visible_from.dtype == mask.visible_to.dtype == torch.int32
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_numbers_describe_any_queries_and_any_keys(seed):
+    """Queries need not be closed under anything, keys need not be seen: a shard of a chunk is such a set."""
+    mask, visible = mask_of_subset(random_forest(seed, most=15, longest=15), np.random.default_rng(seed))
+    assert np.array_equal(dense_mask(mask).numpy(), visible)
+    for size in BLOCKS:
+        partial, full = (part.numpy() for part in classify_blocks(mask, *size))
+        some, every = in_blocks(visible, size)
+        assert not (some & ~(partial | full)).any()
+        assert not (full & ~every).any()
 
 
 def test_dense_mask_of_some_rows_is_a_slice(masks):

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dta.tree.cuts import WHOLE, chunk_capacity
 from megatron_dta.tree.forest import Forest
+from megatron_dta.tree.layout import Layout
 from megatron_dta.tree.plan import Call, Chunk, Kind, Operation, Plan, Push
 from megatron_dta.tree.schedule import make_plan, schedule
 from tests.forests import SHAPES, ancestor_sets, forest_of, random_assignment, random_forest, shaped
@@ -182,6 +183,8 @@ def test_any_legal_assignment_replays(num_chunks, in_flight):
         check(plan, multiple)
         ancestors = ancestor_sets(forest)
         num_forests += any(is_forest(push, ancestors) for push in plan.pushes)
+        outside = descendants_in_other_chunks(plan, ancestors)
+        assert Layout(forest, chunk_of).pushed.tolist() == [token for token, below in enumerate(outside) if below]
     assert num_forests > 5, "the pushes of this test are to be forests, not only chains"
 
 
@@ -208,7 +211,12 @@ def test_a_push_longer_than_the_capacity_is_split():
 
 @pytest.mark.parametrize(
     ("sequences", "chunk_of"),
-    [([[1, 2, 3]], [0, 1, 0]), ([[1, 2], [3, 4]], [0, 1, 1, 0]), ([[1, 2], [3, 4], [5, 6]], [0, 1, 1, 2, 2, 0])],
+    [
+        ([[1, 2, 3]], [0, 1, 0]),
+        ([[1, 2], [3, 4]], [0, 1, 1, 0]),
+        ([[1, 2], [3, 4], [5, 6]], [0, 1, 1, 2, 2, 0]),
+        ([[1], [2, 3], [4, 5]], [0, 1, 2, 2, 1]),
+    ],
 )
 def test_chunks_that_wait_for_each_other_are_refused(sequences, chunk_of):
     with pytest.raises(ValueError, match=r"chunks \d and \d each hold ancestors of the other's tokens"):

@@ -108,10 +108,10 @@ def test_work_of_the_example():
     assert work.push_flops == 480 * 2 + 32 * (1 + 2)
 
 
-def test_work_does_not_depend_on_the_budget_but_for_pushes():
+def test_work_does_not_depend_on_budget_and_padding_but_for_pushes():
     for seed in range(20):
         forest = random_forest(seed)
-        plans = [make_plan(forest, budget) for budget in (1, 3, WHOLE)]
+        plans = [make_plan(forest, budget, multiple=multiple) for budget, multiple in ((1, 1), (3, 2), (WHOLE, 8))]
         works = [work_statistics(plan, plan_statistics(plan), TINY) for plan in plans]
         assert len({(work.sequence_flops, work.tree_flops) for work in works}) == 1
         assert works[0].push_flops >= works[1].push_flops >= works[2].push_flops == 0
