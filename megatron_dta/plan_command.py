@@ -1,7 +1,6 @@
 """The `plan` command: what a rollout file would save and cost, in seconds and without torch."""
 
 import json
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dta.data.atomic import replaced
 from megatron_dta.data.rollouts import read_rollouts
 from megatron_dta.errors import UsageError
 from megatron_dta.model_config import read_model_config
@@ -96,9 +96,8 @@ def _table(counts: PlanStatistics, work: WorkStatistics | None, memory: MemorySt
 
 
 def _write(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.writing-{os.getpid()}")
     try:
-        fresh.write_text(text)
-        fresh.replace(path)
+        with replaced(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise UsageError(f"{path}: cannot write ({error.strerror})") from None

@@ -40,7 +40,7 @@ def classify_blocks(mask: TreeMask, block_q: int, block_k: int) -> tuple[torch.T
     """Return (partial, full), bool [QB, KB]: O(blocks) work from the extremes of the vectors per key block.
 
     No block with a visible pair is missed and every full block is fully visible, for any mask; both are exact where
-    the keys of a block are consecutive preorder tokens. A ragged last key block is never full.
+    the keys of a block are consecutive preorder tokens that some query sees. A ragged last key block is never full.
     """
     num_key_blocks = -(-mask.num_keys // block_k)
     tail = num_key_blocks * block_k - mask.num_keys

@@ -17,9 +17,10 @@ class MasterAdamW:
         self.params = list(model.parameters())
         self.masters = [_master(p) for p in self.params]
         self.main_grads = [torch.zeros_like(m) for m in self.masters]
+        self._hooks = []
         for param, master, main_grad in zip(self.params, self.masters, self.main_grads):
             master.grad = main_grad
-            param.register_post_accumulate_grad_hook(_adder(main_grad))
+            self._hooks.append(param.register_post_accumulate_grad_hook(_adder(main_grad)))
         decay = [m for m in self.masters if m.dim() > 1]
         plain = [m for m in self.masters if m.dim() <= 1]
         groups = [
@@ -30,6 +31,11 @@ class MasterAdamW:
             [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps
         )
         self.num_updates = 0
+
+    def release(self) -> None:
+        """Leave the model's gradients alone again, so that another optimizer can take over."""
+        for hook in self._hooks:
+            hook.remove()
 
     def learning_rate(self, update: int) -> float:
         """Return the rate of update 0, 1, ...: linear warm-up, then constant or a cosine down to `min_lr`."""

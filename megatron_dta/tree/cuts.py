@@ -1,5 +1,7 @@
 """Choose which tree tokens form a chunk."""
 
+from numbers import Integral
+
 import numpy as np
 
 from megatron_dta.tree.forest import Forest
@@ -16,11 +18,11 @@ def chunk_capacity(forest: Forest, budget: int | str, multiple: int = 1) -> int:
         raise ValueError(f"padding multiple is {multiple}; expected a positive whole number")
     if budget == WHOLE:
         return -(-forest.num_tokens // multiple) * multiple
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < multiple:
+    if isinstance(budget, bool | str) or not isinstance(budget, Integral) or int(budget) < multiple:
         raise ValueError(
             f"budget is {budget!r}; expected '{WHOLE}' or at least {multiple} tokens, the padding multiple of a chunk"
         )
-    return budget // multiple * multiple
+    return int(budget) // multiple * multiple
 
 
 def aligned_cuts(forest: Forest, capacity: int) -> np.ndarray:

@@ -76,7 +76,8 @@ def build_forest(
 
     tokens: integer arrays [L]; loss_masks: bool arrays [L] (entry t: the prediction of token t; entry 0 has no source
     and makes no term); identities: integer arrays [L] or None per sequence. Two tokens are merged only if ids and
-    tags agree on the whole path. Raises ValueError for an empty sequence or arrays of different lengths.
+    tags agree on the whole path. Raises ValueError for an empty sequence, arrays of different lengths, and ids or tags
+    that are not integers of their range.
     """
     _check(tokens, loss_masks, identities)
     words = [_words(t, tag) for t, tag in zip(tokens, _tags(tokens, identities))]
@@ -107,6 +108,7 @@ def build_forest(
 
 
 _NONE = np.zeros(0, np.int32)
+_LARGEST_ID = 2**31 - 1
 
 
 class _Runs:
@@ -173,6 +175,11 @@ def _check(tokens, loss_masks, identities) -> None:
     for i, t in enumerate(tokens):
         if len(t) == 0:
             raise ValueError(f"sequence {i} is empty; a sequence has at least one token")
+        if t.dtype.kind not in "iu" or t.min() < 0 or t.max() > _LARGEST_ID:
+            raise ValueError(f"sequence {i} has dtype {t.dtype}; expected integer ids from 0 to {_LARGEST_ID}")
+    for i, tag in enumerate(identities or ()):
+        if tag is not None and tag.dtype.kind not in "iu":
+            raise ValueError(f"identities[{i}] has dtype {tag.dtype}; expected integers")
 
 
 def _tags(tokens, identities) -> Sequence[np.ndarray | None]:

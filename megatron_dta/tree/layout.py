@@ -29,15 +29,17 @@ class Layout:
     def contexts(self) -> list[np.ndarray]:
         """Return for every chunk the pushed tokens outside it with a descendant in it, int32, increasing."""
         own_entries = group_by(self.chunk_of[self.entries], self.num_chunks)
-        return [self.ancestors(self.entries[own], chunk) for chunk, own in enumerate(own_entries)]
+        return [self.ancestors(self.entries[own]) for own in own_entries]
 
-    def ancestors(self, entries: np.ndarray, chunk: int | None = None) -> np.ndarray:
-        """Return the pushed proper ancestors of `entries` (increasing tokens) that lie outside `chunk`, int32."""
+    def ancestors(self, entries: np.ndarray) -> np.ndarray:
+        """Return the pushed proper ancestors of `entries` (increasing tokens), int32, increasing.
+
+        For all entries of a chunk they lie outside it, or chunks would hold each other's ancestors.
+        """
         if len(entries) == 0:
             return np.zeros(0, np.int32)
         near = self.pushed[: np.searchsorted(self.pushed, entries[-1])]
-        near = near[self._below(near, entries)]
-        return (near if chunk is None else near[self.chunk_of[near] != chunk]).astype(np.int32)
+        return near[self._below(near, entries)].astype(np.int32)
 
     def _below(self, tokens: np.ndarray, marks: np.ndarray) -> np.ndarray:
         """Tell for each of `tokens` whether one of the increasing `marks` is its proper descendant, bool."""

@@ -25,10 +25,13 @@ def schedule(forest: Forest, chunk_of: np.ndarray, *, capacity: int, multiple: i
 
     A pushed token is pushed once, right before the first chunk that reads it. At most `in_flight` chunks are between
     forward and backward; backwards run in the order of the forwards. Raises ValueError where chunks hold each
-    other's ancestors, a chunk exceeds the capacity, or `in_flight` is below 1.
+    other's ancestors, a chunk exceeds the capacity, the capacity is no multiple of the padding, or `in_flight` is
+    below 1.
     """
     if in_flight < 1:
         raise ValueError(f"in_flight is {in_flight}; expected at least one chunk between forward and backward")
+    if capacity % multiple:
+        raise ValueError(f"capacity is {capacity}; expected full multiples of the padding, {multiple}")
     builder = _Builder(Layout(forest, chunk_of), capacity, multiple)
     largest = max((len(tokens) for tokens in builder.layout.tokens), default=0)
     if largest > capacity:
