@@ -56,7 +56,10 @@ def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _budget(text: str) -> int | str:
-    return text if text == "whole" else int(text)
+    try:
+        return text if text == "whole" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected 'whole' or a whole number of rows") from None
 
 
 def _train(args: argparse.Namespace) -> int:

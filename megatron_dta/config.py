@@ -118,10 +118,25 @@ class Config:
         one_of("engine.mode", self.engine.mode, ("tree", "flat"))
         one_of("model.dtype", self.model.dtype, ("bf16", "fp32", "fp64"))
         one_of("rl.objective", self.rl.objective, ("sft", "grpo"))
+        one_of("rl.normalizer", self.rl.normalizer, ("token_mean", "sequence_mean"))
         one_of("optimizer.schedule", self.optimizer.schedule, ("constant", "cosine"))
         if (self.model.hf_folder is None) == (self.model.hf_config is None):
             raise UsageError("give exactly one of model.hf_folder (weights) and model.hf_config (random weights)")
+        rows = self.engine.budget if isinstance(self.engine.budget, int) else None
+        if rows is None and self.engine.budget != "whole":
+            raise UsageError(f"engine.budget is {self.engine.budget!r}; expected a whole number of rows or 'whole'")
+        if self.rl.clip_low > 1:
+            raise UsageError(f"rl.clip_low is {self.rl.clip_low}; expected at most 1, a ratio is positive")
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            raise UsageError(f"optimizer.betas is {self.optimizer.betas}; expected two numbers in [0, 1)")
         for name, value, least in (
+            ("engine.padding", self.engine.padding, 1),
+            ("engine.budget", rows, self.engine.padding),
+            ("data.shuffle_seed", self.data.shuffle_seed, 0),
+            ("rl.clip_low", self.rl.clip_low, 0),
+            ("rl.clip_high", self.rl.clip_high, 0),
+            ("rl.kl_coef", self.rl.kl_coef, 0),
+            ("optimizer.eps", self.optimizer.eps, 0),
             ("data.groups_per_step", self.data.groups_per_step, 1),
             ("rl.inner_epochs", self.rl.inner_epochs, 1),
             ("train.steps", self.train.steps, 1),

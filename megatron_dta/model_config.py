@@ -73,7 +73,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     num_kv_heads = _positive(raw, "num_key_value_heads", num_heads if family == "llama" else None)
     if num_heads % num_kv_heads:
         raise UsageError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
-    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    rope = _rope(raw)
     return ModelConfig(
         family=family,
         num_layers=_positive(raw, "num_hidden_layers"),
@@ -83,13 +83,13 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_size=_head_size(raw, family, hidden_size, num_heads),
         vocab_size=_positive(raw, "vocab_size"),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or 10000.0),
+        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=_number(rope, "rope_theta", 10000.0),
         rope_scaling=_rope_scaling(rope),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
-        init_std=float(raw.get("initializer_range", 0.02)),
+        init_std=_number(raw, "initializer_range", 0.02),
         max_positions=_positive(raw, "max_position_embeddings"),
     )
 
@@ -109,6 +109,16 @@ def _head_size(raw: dict[str, Any], family: str, hidden_size: int, num_heads: in
     return head_size
 
 
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary keys as one dictionary: transformers 5 writes it so, a base beside it counts for one inside."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise UsageError(f"rope_parameters is {given!r}; expected one object of numbers, the same for every layer")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UsageError(f"partial_rotary_factor = {given['partial_rotary_factor']!r} is not supported; {_REMEDY}")
+    return {"rope_theta": raw.get("rope_theta"), **given}
+
+
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -116,10 +126,10 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     if kind != "llama3":
         raise UsageError(f"rope_scaling type {kind!r} is not supported; use 'default' or 'llama3'")
     return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
+        factor=_number(rope, "factor"),
+        low_freq_factor=_number(rope, "low_freq_factor"),
+        high_freq_factor=_number(rope, "high_freq_factor"),
+        original_max_positions=_positive(rope, "original_max_position_embeddings"),
     )
 
 
@@ -134,19 +144,21 @@ def _refuse(raw: dict[str, Any]) -> None:
         "attention_bias": bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
         "alibi": bool(raw.get("alibi")),
-        "attention_sinks": bool(raw.get("attention_sinks") or raw.get("attention_sink")),
         "num_nextn_predict_layers": bool(raw.get("num_nextn_predict_layers")),
-        "num_experts": bool(raw.get("num_experts") or raw.get("num_local_experts")),
         "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
         "use_mrope": bool(raw.get("use_mrope")),
-        **{name: bool(value) for name, value in raw.items() if name.endswith(("dropout", "pdrop"))},
-        **{name: bool(raw.get(name)) for name in ("peft_type", "adapters", "quantization_config")},
+        **{name: bool(value) for name, value in raw.items() if "dropout" in name or "pdrop" in name},
+        **{name: bool(raw.get(name)) for name in _OFF},
     }
     for name, is_refused in refused.items():
         if is_refused:
             raise UsageError(f"{name} = {raw.get(name)!r} is not supported in tree training; {_REMEDY}")
 
 
+_OFF = (
+    *("attention_sinks", "attention_sink", "num_experts", "num_local_experts"),
+    *("peft_type", "adapters", "quantization_config"),
+)
 _REMEDY = "use a dense, full-attention decoder without dropout, sliding window, biases outside q/k/v, MTP or adapters"
 
 
@@ -157,3 +169,10 @@ def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{key} is {value!r}; expected a positive whole number")
     return value
+
+
+def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = default if raw.get(key) is None else raw[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UsageError(f"{key} is {value!r}; expected a positive number")
+    return float(value)

@@ -53,10 +53,7 @@ def run_plan(
     )
     read = time.perf_counter()
     forest = build_forest([s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples])
-    try:
-        plan = make_plan(forest, budget, multiple=padding)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    plan = make_plan(forest, budget, multiple=padding)
     counts = plan_statistics(plan)
     work = work_statistics(plan, counts, config) if config else None
     memory = memory_statistics(counts, config, dtype) if config else None

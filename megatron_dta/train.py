@@ -16,6 +16,7 @@ from megatron_dta.data.rollouts import read_rollouts
 from megatron_dta.data.samples import Sample
 from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine
 from megatron_dta.engine.optimizer import MasterAdamW
+from megatron_dta.errors import UsageError
 from megatron_dta.mcore.model import TreeModel
 from megatron_dta.progress import TrainProgress, peak_memory_gib, say
 from megatron_dta.rl import objectives
@@ -155,5 +156,8 @@ def open_metrics(output: str | None) -> IO[str]:
     """Open metrics.jsonl in the output folder, or a sink."""
     if output is None:
         return open("/dev/null", "w")
-    Path(output).mkdir(parents=True, exist_ok=True)
-    return (Path(output) / "metrics.jsonl").open("w")
+    try:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        return (Path(output) / "metrics.jsonl").open("w")
+    except OSError as error:
+        raise UsageError(f"train.output {output}: cannot write there ({error.strerror})") from None

@@ -62,6 +62,7 @@ def _table(verdict: Verdict, budget: int | str) -> Table:
     tree = verdict.tree
     table = Table("tree against each alone", "difference", "tolerance", title=f"budget {budget}")
     table.add_row("max |log-prob difference|", f"{tree.logprob:.3e}", f"{verdict.logprob_tolerance:.3e}")
+    table.add_row("the same, sweep to training", f"{verdict.sweep:.3e}", f"{verdict.logprob_tolerance:.3e}")
     table.add_row("loss difference", f"{tree.loss:.3e}", "")
     table.add_row(
         f"worst relative gradient error ({tree.worst_parameter})", f"{tree.grad:.3e}", f"{verdict.grad_tolerance:.3e}"

@@ -100,12 +100,19 @@ def _replace(fresh: Path, folder: Path) -> None:
     old = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
     if folder.exists():
         folder.rename(old)
-    fresh.rename(folder)
+    try:
+        fresh.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of every tensor in the folder."""
+    if (folder / _SINGLE).exists():  # before the index, as transformers does
+        return dict.fromkeys(_header(folder / _SINGLE), folder / _SINGLE)
     if (folder / _INDEX).exists():
         try:
             weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
@@ -116,9 +123,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         if absent:
             raise UsageError(f"{folder}: the index names shards that are absent: {', '.join(absent)}; fetch them again")
         return files
-    if not (folder / _SINGLE).exists():
-        raise UsageError(f"{folder}: found neither {_SINGLE} nor {_INDEX}; other formats are not read")
-    return dict.fromkeys(_header(folder / _SINGLE), folder / _SINGLE)
+    raise UsageError(f"{folder}: found neither {_SINGLE} nor {_INDEX}; other formats are not read")
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from numbers import Integral
 
 import numpy as np
 
+from megatron_dta.errors import UsageError
 from megatron_dta.tree.forest import Forest
 
 WHOLE = "whole"
@@ -12,14 +13,14 @@ WHOLE = "whole"
 def chunk_capacity(forest: Forest, budget: int | str, multiple: int = 1) -> int:
     """Return the most tokens one chunk may hold: the budget (`whole`: the forest) in full multiples of the padding.
 
-    Raises ValueError if not one padded row fits the budget.
+    Raises UsageError if not one padded row fits the budget.
     """
     if multiple < 1:
-        raise ValueError(f"padding multiple is {multiple}; expected a positive whole number")
+        raise UsageError(f"padding multiple is {multiple}; expected a positive whole number")
     if budget == WHOLE:
         return -(-forest.num_tokens // multiple) * multiple
     if isinstance(budget, bool | str) or not isinstance(budget, Integral) or int(budget) < multiple:
-        raise ValueError(
+        raise UsageError(
             f"budget is {budget!r}; expected '{WHOLE}' or at least {multiple} tokens, the padding multiple of a chunk"
         )
     return int(budget) // multiple * multiple
