@@ -35,7 +35,7 @@ SHAPES: dict[str, list[list[int]]] = {
 @cache
 def tiny(family: str = "qwen3", dtype: str = "fp64", *, recompute: str = "none", tied: bool = False) -> TreeModel:
     """Build a two-layer model over `VOCAB` tokens once; tests clear its gradients."""
-    raw = TINY | {"model_type": family, "vocab_size": VOCAB, "max_position_embeddings": 4096, "initializer_range": 0.3}
+    raw = TINY | {"model_type": family, "vocab_size": VOCAB, "max_position_embeddings": 8192, "initializer_range": 0.3}
     device = parallel.initialize(seed=1)
     config = parse_model_config(raw | {"tie_word_embeddings": tied})
     model = build_model(config, dtype=DTYPES[dtype], device=device, recompute=recompute)

@@ -57,6 +57,9 @@ class _Engine:
         UsageError for samples that the model or the objective cannot take; nothing has been computed then.
         """
         index = self._check(samples)
+        frozen = next((name for name, p in self.model.named_parameters() if not p.requires_grad), None)
+        if frozen is not None:
+            raise UsageError(f"parameter {frozen} is frozen; tree training needs every parameter to be trainable")
         weight = self.model.output_weight()
         wide = torch.promote_types(weight.dtype, torch.float32)
         data = TermData(samples, index, objective, wide, weight.device)

@@ -225,13 +225,24 @@ def test_result_is_a_copy():
         (trained([], []), "no tokens"),
         (trained([1, VOCAB], [0, 1]), f"token id {VOCAB}"),
         (trained([1, -1], [0, 1]), "token id -1"),
-        (trained([1] * 4097, [0] + [1] * 4096), "4096 positions"),
+        (trained([1] * 8193, [0] + [1] * 8192), "8192 positions"),
         (trained([1, 2], [0, 1]), "neither reward nor advantage"),
     ],
 )
 def test_bad_samples_are_refused_before_anything_runs(sample, message):
     with pytest.raises(UsageError, match=message):
         TreeEngine(tiny()).train_batch([sample], GRPO)
+
+
+def test_frozen_parameters_are_refused():
+    """A40: by name; scoring does not need gradients and goes on."""
+    parameter = dict(tiny().named_parameters())["decoder.final_layernorm.weight"].requires_grad_(False)
+    try:
+        with pytest.raises(UsageError, match=r"decoder.final_layernorm.weight is frozen"):
+            TreeEngine(tiny()).train_batch(batch([[1, 2, 3]]), GRPO)
+        TreeEngine(tiny()).forward_batch(batch([[1, 2, 3]]))
+    finally:
+        parameter.requires_grad_(True)
 
 
 def test_kl_without_reference_is_refused():
