@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed-$(shell cat requirements.txt pyproject.toml | ck
 .PHONY: demo test checks verify-full clean
 
 demo: $(INSTALLED)
-	$(BIN)/python tools/demo.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::UserWarning tools/demo.py
 
 # One thread a worker: the models are tiny, and threads that wait for each other cost more than they compute.
 test: $(INSTALLED)

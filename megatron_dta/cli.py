@@ -3,14 +3,17 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_dta import __version__
 from megatron_dta.errors import UsageError
+from megatron_dta.progress import quiet_host
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad input ends with one line on standard error and status 2."""
     args = _parser().parse_args(argv)
+    quiet_host()
     try:
         return args.run(args)
     except UsageError as error:
@@ -55,6 +58,10 @@ def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", default="full", choices=("full", "response"), help="what per-token lists cover")
 
 
+def _rollout_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("budget", "padding", "form", "limit", "truncate", "mask")}
+
+
 def _budget(text: str) -> int | str:
     try:
         return text if text == "whole" else int(text)
@@ -81,12 +88,7 @@ def _verify(args: argparse.Namespace) -> int:
         hf_config=args.config,
         tiny=args.tiny,
         dtype=args.dtype,
-        budget=args.budget,
-        padding=args.padding,
-        form=args.form,
-        limit=args.limit,
-        truncate=args.truncate,
-        mask=args.mask,
+        **_rollout_options(args),
         attention=args.attention,
         temperature=args.temperature,
     )
@@ -97,12 +99,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     run_plan(
         args.rollouts,
-        budget=args.budget,
-        padding=args.padding,
-        form=args.form,
-        limit=args.limit,
-        truncate=args.truncate,
-        mask=args.mask,
+        **_rollout_options(args),
         model=args.config,
         dtype=args.dtype,
         json_file=args.json,

@@ -2,12 +2,18 @@
 
 import resource
 import sys
+import warnings
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _CONSOLE = Console(stderr=True)
+
+
+def quiet_host() -> None:
+    """Silence what Megatron-Core prints about optional packages when it is imported; `apex` is never needed."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 
 def say(message: str) -> None:

@@ -60,7 +60,9 @@ def renumbered(samples: list[Sample]) -> tuple[list[Sample], int]:
 
 def _table(verdict: Verdict, budget: int | str) -> Table:
     tree = verdict.tree
-    table = Table("tree against each alone", "difference", "tolerance", title=f"budget {budget}")
+    table = Table(title=f"budget {budget}")
+    for name in ("tree against each alone", "difference", "tolerance"):
+        table.add_column(name, overflow="fold")
     table.add_row("max |log-prob difference|", f"{tree.logprob:.3e}", f"{verdict.logprob_tolerance:.3e}")
     table.add_row("the same, sweep to training", f"{verdict.sweep:.3e}", f"{verdict.logprob_tolerance:.3e}")
     table.add_row("loss difference", f"{tree.loss:.3e}", "")

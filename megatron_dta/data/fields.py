@@ -3,9 +3,11 @@
 import difflib
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
+from megatron_dta.data.samples import Sample
 from megatron_dta.errors import UsageError
 
 ID_LIMIT = 2**31
@@ -52,6 +54,14 @@ def first_fault(field: str, values: np.ndarray, id_limit: int) -> tuple[int, str
     else:
         bad, expected = ~np.isfinite(values), "a finite number"
     return (int(bad.argmax()), expected) if bad.any() else None
+
+
+def writable(sample: Sample, name: str) -> Any:
+    """Return a field as a file holds it: a sweep scores trained tokens only, the NaN of others is written as 0."""
+    value = getattr(sample, name)
+    if name not in LOGPROB_FIELDS or value is None:
+        return value
+    return np.where(np.isnan(value) & ~sample.loss_mask, 0.0, value)
 
 
 def _is_padding(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.data.atomic import replaced
-from megatron_dta.data.fields import ID_LIMIT, LOGPROB_FIELDS, first_fault, is_number, refuse_unknown, show
+from megatron_dta.data.fields import ID_LIMIT, LOGPROB_FIELDS, first_fault, is_number, refuse_unknown, show, writable
 from megatron_dta.data.samples import Sample
 from megatron_dta.errors import UsageError
 
@@ -55,7 +55,7 @@ def write_jsonl(path: str | Path, samples: Iterable[Sample]) -> None:
 
 
 def _record(sample: Sample) -> dict[str, Any]:
-    record = {name: getattr(sample, name) for name in (*REQUIRED, *OPTIONAL)}
+    record = {name: writable(sample, name) for name in (*REQUIRED, *OPTIONAL)}
     record["loss_mask"] = sample.loss_mask.astype(int)
     if sample.trajectory_id == sample.sample_id:
         del record["trajectory_id"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.data.atomic import replaced
-from megatron_dta.data.fields import ID_LIMIT, LOGPROB_FIELDS, first_fault, refuse_unknown, show
+from megatron_dta.data.fields import ID_LIMIT, LOGPROB_FIELDS, first_fault, refuse_unknown, show, writable
 from megatron_dta.data.samples import Sample
 from megatron_dta.errors import UsageError
 
@@ -71,7 +71,7 @@ def write_npz(path: str | Path, samples: Sequence[Sample]) -> None:
         **_name_columns(path, samples),
     }
     for field in ("reward", "version", "advantage", *LOGPROB_FIELDS, "identity"):
-        values = [getattr(sample, field) for sample in samples]
+        values = [writable(sample, field) for sample in samples]
         if any(value is not None for value in values):
             arrays[field] = _column(path, field, values)
     with replaced(path) as file:

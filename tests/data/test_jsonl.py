@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dta.data.rollouts import read_rollouts, write_jsonl
+from megatron_dta.data.rollouts import read_rollouts, write_jsonl, write_npz
 from megatron_dta.data.samples import Sample
 from megatron_dta.errors import UsageError
 
@@ -304,3 +304,16 @@ def test_written_samples_are_read_back(assert_same_samples, rollouts):
         path = Path(folder, "rollouts.jsonl")
         write_jsonl(path, rollouts)
         assert_same_samples(read(path), rollouts)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "npz"])
+def test_log_probs_of_a_sweep_are_written(tmp_path, ending):
+    """A sweep scores trained tokens only; a NaN at a trained token stays an error."""
+    logprobs = np.array([np.nan, np.nan, -1.5])
+    sample = Sample(
+        sample_id="a", group_id="g", trajectory_id="a", tokens=np.array([1, 2, 3], np.int32),
+        loss_mask=np.array([False, False, True]), old_logprobs=logprobs,
+    )  # fmt: skip
+    path = tmp_path / f"swept.{ending}"
+    {"jsonl": write_jsonl, "npz": write_npz}[ending](path, [sample])
+    assert read_rollouts(path)[0].old_logprobs.tolist() == [0.0, 0.0, -1.5]
