@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 
 # One thread a worker: the models are tiny, and threads that wait for each other cost more than they compute.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1
 
 checks: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -11,6 +11,11 @@ import pytest
 from megatron_dta.data.samples import Sample
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest tests first, so that no worker is left alone with them."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Return the folder of recorded rollouts; skip where there is none."""

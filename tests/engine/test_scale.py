@@ -25,6 +25,7 @@ def caterpillar(depth=5_000):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "budget"), [(star(), "whole"), (caterpillar(), 1024)], ids=["star", "caterpillar"])
 def test_run(samples, budget):
     engine = TreeEngine(tiny(), budget=budget)
