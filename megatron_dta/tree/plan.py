@@ -52,9 +52,9 @@ class Chunk(Call):
     source_rows: np.ndarray
     """int32: rows with a loss-bearing edge, the only ones that reach the LM head."""
     edges: np.ndarray
-    """int32 [E]: this chunk's loss-bearing edges, as indices into `Forest.edges`."""
+    """int32 [E]: this chunk's loss-bearing edges, as indices into `Forest.edges`, ordered by source."""
     edge_source: np.ndarray
-    """int32 [E]: index into `source_rows` of every edge."""
+    """int32 [E]: index into `source_rows` of every edge, increasing."""
     terms: np.ndarray
     """int64 [M]: this chunk's terms, as indices into the forest's terms."""
     term_edge: np.ndarray

@@ -144,13 +144,17 @@ class _Builder:
 
     def _edges(self, chunk: int, tokens: np.ndarray) -> dict:
         edges, terms = self.edges[chunk], self.terms[chunk]
-        sources, edge_source = np.unique(self.forest.parent[self.forest.edges[edges]], return_inverse=True)
+        by_target = self.forest.parent[self.forest.edges[edges]]
+        by_source = np.argsort(by_target, kind="stable")  # a source's edges side by side: the head works in row blocks
+        rank = np.empty_like(by_source)
+        rank[by_source] = np.arange(len(edges))
+        sources, edge_source = np.unique(by_target[by_source], return_inverse=True)
         return {
             "source_rows": np.searchsorted(tokens, sources).astype(np.int32),
-            "edges": edges.astype(np.int32),
+            "edges": edges[by_source].astype(np.int32),
             "edge_source": edge_source.astype(np.int32),
             "terms": terms,
-            "term_edge": np.searchsorted(edges, self.forest.term_edge[terms]),
+            "term_edge": rank[np.searchsorted(edges, self.forest.term_edge[terms])],
         }
 
     def plan(self, in_flight: int) -> Plan:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.mcore import head
 from megatron_dta.rl import objectives
 from megatron_dta.verify import random_objective, with_random_advantages
 from tests.batches import SHAPES, VOCAB, batch, grad_error, step, tiny
@@ -30,6 +31,15 @@ def assert_equal(model, samples, objective, budget, multiple, temperature=1.0):
 def test_odd_shapes(shape, budget, multiple):
     samples = with_random_advantages(batch(SHAPES[shape]))
     assert_equal(tiny(), samples, random_objective(), budget, multiple)
+
+
+@pytest.mark.parametrize("shape", ["star", "siblings", "comb", "caterpillar", "ragged"])
+@pytest.mark.parametrize("budget", ["whole", 7])
+def test_head_in_many_row_blocks(monkeypatch, shape, budget):
+    """Edges of one source stand side by side, also where a branch lies between their targets."""
+    monkeypatch.setitem(head.MAX_LOGITS, "cpu", 2 * VOCAB)
+    samples = with_random_advantages(batch(SHAPES[shape], p_trained=1.0))
+    assert_equal(tiny(), samples, random_objective(), budget, 1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

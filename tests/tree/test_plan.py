@@ -133,6 +133,7 @@ def check_terms(plan: Plan) -> None:
         assert np.array_equal(sources[chunk.edge_source], forest.parent[forest.edges[chunk.edges]])
         assert np.array_equal(chunk.edges[chunk.term_edge], forest.term_edge[chunk.terms])
         assert set(chunk.edge_source.tolist()) == set(range(len(sources))), "a head row without an edge"
+        assert (np.diff(chunk.edge_source) >= 0).all(), "the head takes edges in the order of their rows"
     assert sorted(e for c in plan.chunks for e in c.edges.tolist()) == list(range(len(forest.edges)))
     assert sorted(t for c in plan.chunks for t in c.terms.tolist()) == list(range(len(forest.term_target)))
 
