@@ -48,7 +48,7 @@ def verify_at_budgets(data_dir, family, name, options):
     print(f"\n{family}, {name} {options}: {len(samples)} samples; flat {time.perf_counter() - start:.0f} s")
     for budget in BUDGETS:
         start = time.perf_counter()
-        engine = TreeEngine(model, budget=budget, poison_cache=True)
+        engine = TreeEngine(model, budget=budget, backend="segment", poison_cache=True)
         tree = run_pass(model, engine, samples)
         found = difference(tree, flat)
         seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""CPU backend: every run of queries against the keys of its path, in blocks; memory is linear in the tokens.
+"""The backend for CPUs, and for fp64 anywhere: every run of queries against the keys of its path, in blocks; memory is linear in the tokens.
 
 Shapes: T query rows, C keys, N query heads, K key/value heads, G = N / K, H head size, n rows and m keys of a block.
 """
@@ -39,7 +39,7 @@ def query_runs(mask: TreeMask) -> list[Run]:
         used = int(opened[i])
         path = path[visible_to[path] > start]
         keys = np.concatenate([path, np.arange(num_context + start, num_context + stop)])
-        runs.append(Run(start=start, stop=stop, keys=torch.from_numpy(keys)))
+        runs.append(Run(start=start, stop=stop, keys=torch.from_numpy(keys).to(mask.visible_from.device)))
         path = keys
     return runs
 
