@@ -1,4 +1,4 @@
-"""The backend for CPUs, and for fp64 anywhere: every run of queries against the keys of its path, in blocks; memory is linear in the tokens.
+"""The backend for CPUs, and for fp64 anywhere: each run of queries against its path, in memory linear in the tokens.
 
 Shapes: T query rows, C keys, N query heads, K key/value heads, G = N / K, H head size, n rows and m keys of a block.
 """
