@@ -55,7 +55,7 @@ class EngineSection:
     padding: int = 1
     """Rows of every chunk are padded to this multiple."""
     attention: str | None = None
-    """reference, segment or flash4; by default flash4 on a GPU and segment on a CPU."""
+    """reference, segment or flash4; by default flash4 for bf16 on a GPU, else segment."""
     recompute: str = "none"
     """none, core_attention or full."""
 
@@ -129,6 +129,9 @@ class Config:
             raise UsageError(f"rl.clip_low is {self.rl.clip_low}; expected at most 1, a ratio is positive")
         if not all(0 <= beta < 1 for beta in self.optimizer.betas):
             raise UsageError(f"optimizer.betas is {self.optimizer.betas}; expected two numbers in [0, 1)")
+        for name, value in (("eps", self.optimizer.eps), ("clip_norm", self.optimizer.clip_norm)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"optimizer.{name} is {value}; expected a positive number")
         for name, value, least in (
             ("engine.padding", self.engine.padding, 1),
             ("engine.budget", rows, self.engine.padding),
@@ -136,7 +139,6 @@ class Config:
             ("rl.clip_low", self.rl.clip_low, 0),
             ("rl.clip_high", self.rl.clip_high, 0),
             ("rl.kl_coef", self.rl.kl_coef, 0),
-            ("optimizer.eps", self.optimizer.eps, 0),
             ("data.groups_per_step", self.data.groups_per_step, 1),
             ("rl.inner_epochs", self.rl.inner_epochs, 1),
             ("train.steps", self.train.steps, 1),
@@ -144,7 +146,6 @@ class Config:
             ("optimizer.lr", self.optimizer.lr, 0),
             ("optimizer.min_lr", self.optimizer.min_lr, 0),
             ("optimizer.weight_decay", self.optimizer.weight_decay, 0),
-            ("optimizer.clip_norm", self.optimizer.clip_norm, 0),
         ):
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise UsageError(f"{name} is {value}; expected a number of at least {least}")

@@ -124,7 +124,7 @@ def describe(engine: TreeEngine | FlatEngine) -> str:
     """Say in one line what runs."""
     if isinstance(engine, FlatEngine):
         return "tree mode OFF: every sequence alone, stock causal attention"
-    return f"tree mode ON: {type(engine.backend).__name__}, {engine.budget} tokens a chunk"
+    return f"tree mode ON: attention by {type(engine.backend).__name__}, {engine.budget} tokens a chunk"
 
 
 def make_objective(rl: RLSection) -> Objective:

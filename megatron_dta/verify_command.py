@@ -59,18 +59,21 @@ def renumbered(samples: list[Sample]) -> tuple[list[Sample], int]:
 
 
 def _table(verdict: Verdict, budget: int | str) -> Table:
-    tree = verdict.tree
+    tree, allowed = verdict.tree, verdict.tolerance
     table = Table(title=f"budget {budget}")
     for name in ("tree against each alone", "difference", "tolerance"):
         table.add_column(name, overflow="fold")
-    table.add_row("max |log-prob difference|", f"{tree.logprob:.3e}", f"{verdict.logprob_tolerance:.3e}")
-    table.add_row("the same, sweep to training", f"{verdict.sweep:.3e}", f"{verdict.logprob_tolerance:.3e}")
-    table.add_row("loss difference", f"{tree.loss:.3e}", "")
-    table.add_row(
-        f"worst relative gradient error ({tree.worst_parameter})", f"{tree.grad:.3e}", f"{verdict.grad_tolerance:.3e}"
-    )
+    worst = verdict.worst_parameter
+    rows = {
+        "max |log-prob difference|": (tree.logprob, allowed.logprob),
+        "the same, sweep to training": (verdict.sweep, allowed.logprob),
+        "loss difference": (tree.loss, allowed.loss),
+        f"worst relative gradient error ({worst})": (tree.grads[worst], allowed.grads[worst]),
+    }
+    for name, numbers in rows.items():
+        table.add_row(name, *(f"{number:.3e}" for number in numbers))
     table.caption = (
-        f"{verdict.trained_tokens:,} trained tokens, reuse {verdict.reuse:.2f}x. Tolerance, {verdict.why}. "
+        f"{verdict.trained_tokens:,} trained tokens, reuse {verdict.reuse:.2f}x. Tolerance, {allowed.why}. "
         + ("PASSED: trees train as each rollout alone." if verdict.passed else "FAILED: the tolerance is exceeded.")
     )
     return table

@@ -1,4 +1,6 @@
-"""The backend for CPUs, and for fp64 anywhere: each run of queries against its path, in memory linear in the tokens.
+"""The backend for CPUs, and for fp64 anywhere: each run of queries against the keys of its path.
+
+What lives beside the inputs: one run's keys and values, a block of scores, and every run's list of key numbers.
 
 Shapes: T query rows, C keys, N query heads, K key/value heads, G = N / K, H head size, n rows and m keys of a block.
 """

@@ -25,6 +25,24 @@ class TermIndex:
     """int32 [M]: position of the predicted token in its sequence."""
 
 
+def check_arrays(sample: Sample) -> None:
+    """Raise UsageError unless every per-token array is as long as the tokens and finite where a token is trained."""
+    length = len(sample.tokens)
+    if length == 0:
+        raise UsageError(f"sample {sample.sample_id}: no tokens; expected at least one")
+    trained = None
+    for name in ("loss_mask", "identity", "advantage", "old_logprobs", "ref_logprobs"):
+        value = getattr(sample, name)
+        if value is None or (name == "advantage" and not isinstance(value, np.ndarray)):
+            continue
+        if np.shape(value) != (length,):
+            raise UsageError(f"sample {sample.sample_id}: {name} has shape {np.shape(value)}, expected ({length},)")
+        if name == "loss_mask":
+            trained = np.flatnonzero(value[1:]) + 1
+        elif trained is not None and not np.isfinite(value[trained]).all():
+            raise UsageError(f"sample {sample.sample_id}: {name} is not finite at a trained token; expected a number")
+
+
 def term_index(samples: Sequence[Sample]) -> TermIndex:
     """List the trained tokens of all samples, position 0 excluded."""
     positions = [np.flatnonzero(sample.loss_mask[1:]).astype(np.int32) + 1 for sample in samples]
@@ -99,7 +117,7 @@ def sample_advantages(samples: Sequence[Sample]) -> list[float | np.ndarray]:
     """Return every sample's advantage: its own, else from its reward within its group.
 
     Group statistics count each trajectory once, however many samples were cut from it. Raises UsageError for a
-    sample with neither.
+    sample with neither, and for one trajectory with several rewards.
     """
     missing = next((s.sample_id for s in samples if s.advantage is None and s.reward is None), None)
     if missing is not None:
@@ -107,7 +125,12 @@ def sample_advantages(samples: Sequence[Sample]) -> list[float | np.ndarray]:
     first: dict[tuple[str, str], Sample] = {}
     for sample in samples:
         if sample.advantage is None:
-            first.setdefault((sample.group_id, sample.trajectory_id), sample)
+            other = first.setdefault((sample.group_id, sample.trajectory_id), sample)
+            if not np.array_equal(np.array(other.reward), np.array(sample.reward), equal_nan=True):
+                raise UsageError(
+                    f"samples {other.sample_id} and {sample.sample_id} of trajectory {sample.trajectory_id} have "
+                    f"rewards {other.reward} and {sample.reward}; expected one reward a trajectory"
+                )
     group_number = {group: n for n, group in enumerate(dict.fromkeys(group for group, _ in first))}
     computed = group_advantages(
         torch.tensor([s.reward for s in first.values()], dtype=torch.float64),

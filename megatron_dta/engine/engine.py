@@ -3,6 +3,7 @@
 Shapes: S sequences in the caller's order, M terms.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from megatron_dta.attention.api import Backend, get_backend
 from megatron_dta.data.samples import Sample
-from megatron_dta.engine.batch import TermData, TermIndex, Totals, per_sequence, term_index
+from megatron_dta.engine.batch import TermData, TermIndex, Totals, check_arrays, per_sequence, term_index
 from megatron_dta.engine.executor import Executor, Grads, backward
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.head import edge_logprobs
@@ -76,8 +77,7 @@ class _Engine:
     def _check(self, samples: Sequence[Sample]) -> TermIndex:
         config = self.model.model_config
         for s in samples:
-            if len(s.tokens) == 0:
-                raise UsageError(f"sample {s.sample_id}: no tokens; expected at least one")
+            check_arrays(s)
             if len(s.tokens) > config.max_positions:
                 raise UsageError(
                     f"sample {s.sample_id}: {len(s.tokens)} tokens; the model has {config.max_positions} positions"
@@ -112,25 +112,22 @@ class TreeEngine(_Engine):
         """Configure an engine.
 
         budget: most rows with gradient per chunk, padding included, or `whole`; multiple: every call's rows are
-        padded to it; backend: attention backend or its name, by default `flash4` on CUDA and `segment` on CPU;
-        temperature: sampling temperature of the rollouts; poison_cache: fill unused cache rows with NaN (debugging).
+        padded to it; backend: attention backend or its name, see `default_backend`; temperature: sampling temperature
+        of the rollouts; poison_cache: fill unused cache rows with NaN (debugging).
         """
         super().__init__(model, temperature)
         self.budget, self.multiple, self.poison_cache = budget, multiple, poison_cache
-        name = backend or ("flash4" if model.output_weight().is_cuda else "segment")
+        name = backend or default_backend(model.output_weight())
         self.backend = get_backend(name) if isinstance(name, str) else name
-        self._planned: tuple[tuple[int, ...], Sequence[Sample], Plan] | None = None
+        self._planned: tuple[bytes, Plan] | None = None
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
-        """Return the plan of a batch; the last one is kept, for the inner epochs over the same samples."""
-        key = tuple(id(s) for s in samples)
+        """Return the plan of a batch; the last one is kept, for sweeps and inner epochs over the same content."""
+        columns = ([s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples])
+        key = _content(*columns, self.budget, self.multiple)
         if self._planned is None or self._planned[0] != key:
-            forest = build_forest(
-                [s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples]
-            )
-            # The samples are kept beside their ids, so that no other object can take one over.
-            self._planned = (key, list(samples), make_plan(forest, self.budget, multiple=self.multiple))
-        return self._planned[2]
+            self._planned = (key, make_plan(build_forest(*columns), self.budget, multiple=self.multiple))
+        return self._planned[1]
 
     def _train(self, samples, data: TermData, objective: Objective) -> StepResult:
         plan, totals = self.plan(samples), Totals()
@@ -240,6 +237,23 @@ def _loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> G
     if loss.value.requires_grad:
         grads = torch.autograd.grad(loss.value, leaves, allow_unused=True)
     return torch.zeros_like(leaves[0]) if grads[0] is None else grads[0], grads[1]
+
+
+def default_backend(weight: torch.Tensor) -> str:
+    """Return `flash4` for half precision on CUDA, which is all it computes, and `segment` for everything else."""
+    return "flash4" if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) else "segment"
+
+
+def _content(*parts) -> bytes:
+    """Return a digest of lists of arrays and of plain values."""
+    digest = hashlib.blake2b()
+    for part in parts:
+        for value in part if isinstance(part, list) else [part]:
+            is_array = isinstance(value, np.ndarray)
+            digest.update(f"{value.dtype}{value.shape}".encode() if is_array else repr(value).encode())
+            if is_array:
+                digest.update(np.ascontiguousarray(value).data)
+    return digest.digest()
 
 
 def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:

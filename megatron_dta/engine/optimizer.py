@@ -20,7 +20,7 @@ class MasterAdamW:
         self._hooks = []
         for param, master, main_grad in zip(self.params, self.masters, self.main_grads):
             master.grad = main_grad
-            self._hooks.append(param.register_post_accumulate_grad_hook(_adder(main_grad)))
+            self._hooks.append(param.register_post_accumulate_grad_hook(gather_into(main_grad)))
         decay = [m for m in self.masters if m.dim() > 1]
         plain = [m for m in self.masters if m.dim() <= 1]
         groups = [
@@ -31,6 +31,10 @@ class MasterAdamW:
             [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps
         )
         self.num_updates = 0
+
+    def zero_grad(self) -> None:
+        """Forget the gradients gathered so far."""
+        torch._foreach_zero_(self.main_grads)
 
     def release(self) -> None:
         """Leave the model's gradients alone again, so that another optimizer can take over."""
@@ -51,11 +55,12 @@ class MasterAdamW:
     def step(self) -> dict[str, float]:
         """Clip, update, round into the model, clear the main gradients; return `grad_norm` (before clipping) and `lr`.
 
-        Raises FloatingPointError, with nothing updated, if the gradient is not finite.
+        Raises FloatingPointError, with nothing updated and the gradients cleared, if one is not finite.
         """
         grads = self.main_grads
         grad_norm = float(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads)))))
         if not math.isfinite(grad_norm):
+            self.zero_grad()
             raise FloatingPointError(f"gradient norm is {grad_norm} at update {self.num_updates}; nothing was updated")
         if self.config.clip_norm is not None and grad_norm > self.config.clip_norm:
             torch._foreach_mul_(grads, self.config.clip_norm / grad_norm)
@@ -66,7 +71,7 @@ class MasterAdamW:
         for param, master in zip(self.params, self.masters):
             if param.data_ptr() != master.data_ptr():
                 param.copy_(master)
-        torch._foreach_zero_(grads)
+        self.zero_grad()
         self.num_updates += 1
         return {"grad_norm": grad_norm, "lr": lr}
 
@@ -77,7 +82,9 @@ def _master(param: torch.nn.Parameter) -> torch.Tensor:
     return param.detach().to(wide).requires_grad_()
 
 
-def _adder(main_grad: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def gather_into(main_grad: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Return a hook that moves a parameter's gradient into `main_grad` after each backward."""
+
     def add(param: torch.Tensor) -> None:
         main_grad.add_(param.grad)  # type: ignore[arg-type]  # the hook runs when it is there
         param.grad = None

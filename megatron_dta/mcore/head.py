@@ -37,8 +37,9 @@ class _EdgeLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse, entropy = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
         logprob = hidden.new_empty(len(edge_source), dtype=wide)
+        operand = _operand(weight, vocab_size)
         for rows, edges in _blocks(hidden, edge_source, vocab_size):
-            logits = _logits(hidden[rows], weight, temperature, vocab_size)
+            logits = _logits(hidden[rows], operand, temperature)
             source = edge_source[edges] - rows.start
             largest = logits.amax(1)
             logits -= largest[:, None]
@@ -60,8 +61,9 @@ class _EdgeLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype)
         if grad_logprob is None:
             grad_logprob = lse.new_zeros(len(edge_source))
+        operand = _operand(weight, ctx.vocab_size)
         for rows, edges in _blocks(hidden, edge_source, ctx.vocab_size):
-            log_p = _logits(hidden[rows], weight, ctx.temperature, ctx.vocab_size).sub_(lse[rows, None])
+            log_p = _logits(hidden[rows], operand, ctx.temperature).sub_(lse[rows, None])
             source, p = edge_source[edges] - rows.start, log_p.exp()
             per_row = -torch.zeros_like(lse[rows]).index_add_(0, source, grad_logprob[edges])[:, None]
             if grad_entropy is None:
@@ -84,12 +86,17 @@ def _blocks(hidden: torch.Tensor, edge_source: torch.Tensor, vocab_size: int) ->
         yield slice(start, stop), slice(bounds[i], bounds[i + 1])
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, vocab_size: int) -> torch.Tensor:
-    """[b, h] -> [b, V]: products of the model's dtype summed and kept in the wide one, never rounded to bf16."""
+def _operand(weight: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the real vocabulary's rows as `_logits` multiplies them: widened once where no kernel widens sums."""
     weight = weight[:vocab_size]
+    return weight if weight.is_cuda else weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _logits(hidden: torch.Tensor, operand: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[b, h], [V, h] -> [b, V]: products of the model's dtype summed and kept in the wide one, never in bf16."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.is_cuda and hidden.dtype != wide:
-        logits = torch.mm(hidden, weight.T, out_dtype=wide)
+    if operand.dtype != wide:
+        logits = torch.mm(hidden, operand.T, out_dtype=wide)
     else:
-        logits = hidden.to(wide) @ weight.to(wide).T
+        logits = hidden.to(wide) @ operand.T
     return logits if temperature == 1.0 else logits / temperature

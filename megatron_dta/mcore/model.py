@@ -129,7 +129,7 @@ def _replace_output_layer(model: TreeModel, transformer: TransformerConfig) -> N
         config=transformer,
         init_method=transformer.init_method,
         bias=False,
-        skip_weight_param_allocation=model.share_embeddings_and_output_weights,
+        skip_weight_param_allocation=True,  # it takes over the weight, or the embedding has it
         tp_group=plain.tp_group,
     )
     if plain.weight is not None:

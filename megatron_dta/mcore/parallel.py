@@ -1,15 +1,22 @@
 """Process groups: the one file that touches `parallel_state`; everywhere else groups are arguments."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 
+from megatron_dta.errors import UsageError
 from megatron_dta.mcore import cpu
 
 
 def initialize(*, seed: int = 0) -> torch.device:
-    """Set up one process with Megatron's groups and return its device; a second call changes nothing but the seed."""
+    """Set up one process with Megatron's groups and return its device; a second call changes nothing but the seed.
+
+    Raises UsageError under a launcher that started several processes.
+    """
+    refuse_several_processes()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         cpu.install()
@@ -25,9 +32,14 @@ def initialize(*, seed: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
-def finalize() -> None:
-    """Take down Megatron's groups and torch.distributed."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+def refuse_several_processes() -> None:
+    """Raise UsageError where a launcher started more than one process: each would train alone."""
+    sizes = {name: os.environ.get(name, "1") for name in _WORLD_SIZES}
     if dist.is_initialized():
-        dist.destroy_process_group()
+        sizes["torch.distributed world size"] = str(dist.get_world_size())
+    for name, size in sizes.items():
+        if size.isdigit() and int(size) > 1:
+            raise UsageError(f"{name} is {size}; this version trains on one process, start it without the launcher")
+
+
+_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")

@@ -21,7 +21,7 @@ def group_advantages(rewards: torch.Tensor, groups: torch.Tensor, *, eps: float 
     count = total(torch.ones_like(rewards))
     centred = rewards - (total(rewards) / count.clamp(min=1))[index]
     # Rounding of the mean alone must not be blown up to +-1 in a group of equal rewards.
-    noise = 4 * torch.finfo(torch.float64).eps * rewards.abs()
+    noise = 4 * torch.finfo(torch.float64).eps * rewards.abs() * count[index]
     centred = centred.where(centred.abs() > noise, 0.0)
     deviation = (total(centred**2) / (count - 1).clamp(min=1)).sqrt()
     return (centred / (deviation + eps)[index]).where(valid & (count > 1)[index], 0.0)

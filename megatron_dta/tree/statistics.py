@@ -65,7 +65,7 @@ class WorkStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryStatistics:
-    """Predicted bytes at the peak of a step on one process."""
+    """Predicted bytes at the peak of a step on one process, without recomputation and without the LM head's blocks."""
 
     weights: int
     gradients: int

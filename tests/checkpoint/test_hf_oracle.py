@@ -15,7 +15,7 @@ from megatron_dta.checkpoint.hf_names import mappings
 from megatron_dta.checkpoint.open_model import open_model
 from megatron_dta.data.samples import Sample
 from megatron_dta.engine.engine import FlatEngine, TreeEngine
-from megatron_dta.mcore.head import _logits, edge_logprobs
+from megatron_dta.mcore.head import _logits, _operand, edge_logprobs
 from megatron_dta.rl import objectives
 
 VOCAB, PADDED = 1003, 1024
@@ -242,7 +242,7 @@ def test_bf16_logits_are_not_rounded_to_bf16():
     torch.manual_seed(0)
     hidden, weight = (torch.randint(-8, 9, (rows, 512)) for rows in (37, PADDED))
     exact = (hidden @ weight[:VOCAB].T).double()
-    logits = _logits(hidden.bfloat16(), weight.bfloat16(), 1.0, VOCAB)
+    logits = _logits(hidden.bfloat16(), _operand(weight.bfloat16(), VOCAB), 1.0)
     assert logits.dtype == torch.float32
     assert torch.equal(logits.double(), exact)
     assert not torch.equal(logits.bfloat16().double(), exact)

@@ -1,5 +1,7 @@
 """Failures that other stacks had, as behaviour of the engines."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -258,3 +260,39 @@ def test_identity_keeps_equal_ids_apart():
     result, grads = step(TreeEngine(tiny()), apart, random_objective())
     assert result.executed_tokens == 7
     assert grad_error(grads, step(FlatEngine(tiny()), samples, random_objective())[1]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "advantage", "old_logprobs", "ref_logprobs", "identity"])
+def test_arrays_of_another_length_are_refused(name):
+    """A17: an array per prediction instead of per token would train everything one token off."""
+    sample = trained([1, 2, 3, 4], [0, 1, 1, 0], advantage=np.ones(4), old_logprobs=-np.ones(4))
+    short = np.zeros(3, bool if name == "loss_mask" else np.float64)
+    with pytest.raises(UsageError, match=rf"{name} has shape \(3,\), expected \(4,\)"):
+        TreeEngine(tiny()).train_batch([replace(sample, **{name: short})], GRPO)
+
+
+@pytest.mark.parametrize("name", ["advantage", "old_logprobs", "ref_logprobs"])
+def test_nan_at_a_trained_token_is_refused(name):
+    """A20: a missing log-prob is an error, not 0 and not on-policy; elsewhere it is what a sweep returns."""
+    sample = trained([1, 2, 3], [0, 0, 1], **({"advantage": 1.0} | {name: np.array([np.nan, np.nan, -1.0])}))
+    TreeEngine(tiny()).train_batch([sample], GRPO)
+    with pytest.raises(UsageError, match=f"{name} is not finite"):
+        TreeEngine(tiny()).train_batch([replace(sample, **{name: np.array([0.0, 0.0, np.nan])})], GRPO)
+
+
+def test_masks_changed_in_place_are_planned_anew():
+    samples = batch(SHAPES["ragged"], p_trained=0.3)
+    engine = TreeEngine(tiny(), budget=5)
+    engine.forward_batch(samples)
+    for sample in samples:
+        sample.loss_mask[1:] = sample.loss_mask[1:][::-1].copy()
+    _, expected = step(FlatEngine(tiny()), samples, GRPO)
+    assert grad_error(step(engine, samples, GRPO)[1], expected) < EXACT
+
+
+def test_equal_content_is_planned_once():
+    samples = batch(SHAPES["ragged"])
+    engine = TreeEngine(tiny(), budget=5)
+    assert engine.plan(samples) is engine.plan([replace(s, old_logprobs=None) for s in samples])
+    engine.budget = 6
+    assert max(chunk.size for chunk in engine.plan(samples).chunks) == 6

@@ -96,3 +96,13 @@ def test_gradient_that_is_not_finite_updates_nothing():
     with pytest.raises(FloatingPointError, match="update 0"):
         optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+def test_a_bad_batch_does_not_reach_the_next_one():
+    model = torch.nn.Linear(2, 2)
+    optimizer = MasterAdamW(model, OptimizerSection(), total_updates=1)
+    (model.weight.sum() * float("nan")).backward()
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    model.weight.sum().backward()
+    assert optimizer.step()["grad_norm"] == pytest.approx(2.0)

@@ -217,3 +217,20 @@ def test_bias_and_foreign_packing_are_refused():
 
 def test_parallel_state_is_set_up_once():
     assert parallel.initialize().type == parallel.initialize().type
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_several_processes_are_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UsageError, match=f"{name} is 2"):
+        parallel.initialize()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", FORESTS)
+def test_segment_on_gpu(name):
+    for plan in plans(name):
+        inputs = random_inputs(plan.forest.num_tokens, 4, 2, 8, torch.float64, "cuda")
+        got = run_plan(plan, get_backend("segment"), inputs, "cuda")
+        for value, expected in zip(got, dense(plan.forest, inputs, "cuda")):
+            torch.testing.assert_close(value, expected, atol=1e-12, rtol=1e-12)

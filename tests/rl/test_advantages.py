@@ -26,7 +26,7 @@ def test_interleaved_groups_keep_their_members():
     assert [apart[0], apart[2], apart[1], apart[3]] == together
 
 
-@pytest.mark.parametrize("rewards", [[3.0], [0.1] * 3, [0.7] * 7, [1e6] * 5])
+@pytest.mark.parametrize("rewards", [[3.0], [0.1] * 3, [0.7] * 7, [1e6 + 0.1] * 64, [1e8 + 0.1] * 64])
 def test_groups_without_a_difference_get_zero(rewards):
     """A28: one member, or equal rewards whose mean is not exact."""
     assert advantages(rewards, [0] * len(rewards)) == [0.0] * len(rewards)
@@ -57,3 +57,9 @@ def test_given_advantages_win_and_missing_ones_are_named():
     assert sample_advantages(samples) == [0.25, 0.0]
     with pytest.raises(UsageError, match="sample c"):
         sample_advantages([*samples, trained([1, 2], [0, 1], "c")])
+
+
+def test_one_trajectory_has_one_reward():
+    samples = [trained([1, 2], [0, 1], f"t{k}", trajectory_id="t", reward=float(k)) for k in range(2)]
+    with pytest.raises(UsageError, match="samples t0 and t1 of trajectory t have rewards"):
+        sample_advantages(samples)
