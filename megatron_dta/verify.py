@@ -115,19 +115,23 @@ def exact_tolerance(reference: Pass) -> Tolerance:
     return Tolerance(logprob=EXACT, loss=EXACT, grads=dict.fromkeys(reference.grads, EXACT), why=why)
 
 
-def derived_tolerance(eager: Difference, reference: Pass, dtype: str, wider: str) -> Tolerance:
+def derived_tolerance(eager: Difference, reference: Pass, dtype: str, wider: str, reuse: float) -> Tolerance:
     """Return twice the error that each sequence alone has in the same dtype, plus one rounding.
 
-    A parameter may always be as far off as the median one: a small tensor can be lucky alone. The loss is a mean of
-    log-probs and entropies with weights of order one.
+    Gradients get a factor sqrt(reuse) more: n sequences alone round a shared token n times independently, which adds
+    up to sqrt(n) roundings, while a forest rounds it once and weighs it n times. A parameter may always be as far off
+    as the median one: a small tensor can be lucky alone. The loss is a mean of log-probs with weights of order one.
     """
     eps = torch.finfo({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eps
     scored = np.concatenate(reference.logprobs)
     logprob = 2 * eager.logprob + eps * float(np.max(np.abs(scored[~np.isnan(scored)]), initial=0.0))
     typical = float(np.median(list(eager.grads.values())))
-    grads = {name: 2 * max(error, typical) + eps for name, error in eager.grads.items()}
-    why = f"{dtype}: twice the distance of each sequence alone ({dtype} to {wider}), plus one rounding"
-    return Tolerance(logprob=logprob, loss=2 * logprob, grads=grads, why=why)
+    grads = {name: 2 * reuse**0.5 * max(error, typical) + eps for name, error in eager.grads.items()}
+    why = (
+        f"{dtype}: twice the distance of each sequence alone ({dtype} to {wider}), for gradients times the square root "
+        "of the reuse, plus one rounding"
+    )
+    return Tolerance(logprob=logprob, loss=logprob, grads=grads, why=why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +176,7 @@ def verify(
 
     open_: opens the model in a given dtype; the reference takes over the weights as `dtype` rounds them. In fp64 both
     runs must agree to 1e-9. In fp32 and bf16 the reference is each sequence alone one precision higher; the forest
-    may be at most twice as far from it as the sequences alone are in the same precision, plus one rounding. Raises
+    may be at most as far from it as `derived_tolerance` says of the sequences alone in the same precision. Raises
     UsageError if no token is trained: nothing would be compared.
     """
     samples = with_random_advantages(samples)
@@ -196,7 +200,7 @@ def verify(
         gc.collect()
         reference_model = _with_weights(open_(wider), weights)
         reference = run_pass(reference_model, FlatEngine(reference_model, temperature=temperature), samples)
-        tolerance = derived_tolerance(difference(flat, reference), reference, dtype, wider)
+        tolerance = derived_tolerance(difference(flat, reference), reference, dtype, wider, tree.reuse)
     return Verdict(
         tree=difference(tree, reference),
         sweep=sweep,
