@@ -138,3 +138,9 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(part, torch.Tensor):
                 self.numel = max(self.numel, part.numel())
         return result
+
+
+def causal_mask(num_queries: int, device: torch.device | str) -> TreeMask:
+    """Return the ordinary causal mask of one sequence in the same form."""
+    rows = torch.arange(num_queries, dtype=torch.int32, device=device)
+    return TreeMask(visible_from=rows, visible_to=torch.full_like(rows, num_queries), num_queries=num_queries)

@@ -49,12 +49,6 @@ def tree_mask(
     )
 
 
-def causal_mask(num_queries: int, device: torch.device | str) -> TreeMask:
-    """Return the ordinary causal mask of one sequence in the same form."""
-    rows = torch.arange(num_queries, dtype=torch.int32, device=device)
-    return TreeMask(visible_from=rows, visible_to=torch.full_like(rows, num_queries), num_queries=num_queries)
-
-
 def dense_mask(mask: TreeMask, start: int = 0, stop: int | None = None) -> torch.Tensor:
     """Return the bool tensor [stop - start, C] of query rows start .. stop: for oracles and tests only."""
     rows = torch.arange(start, mask.num_queries if stop is None else stop, device=mask.visible_from.device)[:, None]

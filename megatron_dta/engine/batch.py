@@ -23,6 +23,8 @@ class TermIndex:
     """int32 [M]: number of the sequence in the caller's order."""
     position: np.ndarray
     """int32 [M]: position of the predicted token in its sequence."""
+    bounds: np.ndarray
+    """int64 [S + 1]: the terms of sequence i are bounds[i] .. bounds[i + 1]."""
 
 
 def check_arrays(sample: Sample) -> None:
@@ -50,6 +52,7 @@ def term_index(samples: Sequence[Sample]) -> TermIndex:
     return TermIndex(
         sequence=np.repeat(np.arange(len(samples), dtype=np.int32), counts),
         position=np.concatenate(positions) if positions else np.zeros(0, np.int32),
+        bounds=np.cumsum([0, *counts]),
     )
 
 
@@ -97,8 +100,7 @@ class TermData:
 def per_term(values: Sequence[float | np.ndarray | None], index: TermIndex, missing: float) -> np.ndarray:
     """Gather one field of all samples at their terms, float64 [M]; a scalar holds for all tokens of its sample."""
     out = np.full(len(index.sequence), missing)
-    bounds = np.searchsorted(index.sequence, np.arange(len(values) + 1))
-    for value, start, stop in zip(values, bounds[:-1], bounds[1:]):
+    for value, start, stop in zip(values, index.bounds[:-1], index.bounds[1:]):
         if value is not None:
             out[start:stop] = value[index.position[start:stop]] if isinstance(value, np.ndarray) else value
     return out
@@ -106,9 +108,8 @@ def per_term(values: Sequence[float | np.ndarray | None], index: TermIndex, miss
 
 def per_sequence(samples: Sequence[Sample], index: TermIndex, values: np.ndarray) -> list[np.ndarray]:
     """Give every sample its values [M], float64 [length]; NaN where it has no term: entry 0 and untrained tokens."""
-    bounds = np.searchsorted(index.sequence, np.arange(len(samples) + 1))
     out = [np.full(len(sample.tokens), np.nan) for sample in samples]
-    for row, start, stop in zip(out, bounds[:-1], bounds[1:]):
+    for row, start, stop in zip(out, index.bounds[:-1], index.bounds[1:]):
         row[index.position[start:stop]] = values[start:stop]
     return out
 

@@ -14,7 +14,7 @@ import torch
 from megatron_dta.attention.api import Backend, get_backend
 from megatron_dta.data.samples import Sample
 from megatron_dta.engine.batch import TermData, TermIndex, Totals, check_arrays, per_sequence, term_index
-from megatron_dta.engine.executor import Executor, Grads, backward
+from megatron_dta.engine.executor import Executor, Grads, as_index, backward
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.head import edge_logprobs
 from megatron_dta.mcore.model import TreeModel
@@ -134,10 +134,10 @@ class TreeEngine(_Engine):
 
         def chunk_loss(chunk: Chunk, logprobs, entropies):
             leaves = logprobs.requires_grad_(), entropies.requires_grad_()
-            term_edge = _index(chunk.term_edge, logprobs.device)
-            edge_source = _index(chunk.edge_source, logprobs.device)
+            term_edge = as_index(chunk.term_edge, logprobs.device)
+            edge_source = as_index(chunk.edge_source, logprobs.device)
             terms = data.terms(
-                _index(chunk.terms, logprobs.device), leaves[0][term_edge], leaves[1][edge_source[term_edge]]
+                as_index(chunk.terms, logprobs.device), leaves[0][term_edge], leaves[1][edge_source[term_edge]]
             )
             return _loss_grads(objective, terms, leaves, totals)
 
@@ -214,7 +214,7 @@ class FlatEngine(_Engine):
         tokens = torch.from_numpy(sample.tokens.astype(np.int64)).to(weight.device)
         positions = torch.arange(len(tokens), device=weight.device)
         hidden = self.model(tokens[None], positions[None], None)[0]
-        target = _index(np.flatnonzero(sample.loss_mask[1:]) + 1, weight.device)
+        target = as_index(np.flatnonzero(sample.loss_mask[1:]) + 1, weight.device)
         return edge_logprobs(
             hidden[target - 1],
             weight,
@@ -254,7 +254,3 @@ def _content(*parts) -> bytes:
             if is_array:
                 digest.update(np.ascontiguousarray(value).data)
     return digest.digest()
-
-
-def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(rows, np.int64)).to(device)

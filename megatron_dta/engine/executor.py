@@ -39,6 +39,11 @@ class _InFlight:
     grads: Grads
 
 
+def as_index(rows: np.ndarray | None, device: torch.device) -> torch.Tensor:
+    """Put an index array of the plan on a device, int64."""
+    return torch.from_numpy(np.asarray(rows, np.int64)).to(device)
+
+
 class Executor:
     """One pass over a plan, in mode TRAIN or SWEEP."""
 
@@ -126,4 +131,4 @@ class Executor:
         return self.model(tokens[None], depth[None], None, packed_seq_params=params)[0]
 
     def _rows(self, rows: np.ndarray | None) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(rows, np.int64)).to(self.device)
+        return as_index(rows, self.device)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from megatron_dta.attention import segment
 from megatron_dta.attention.api import BACKENDS, Backend, get_backend
-from megatron_dta.attention.mask import TreeMask, causal_mask
+from megatron_dta.attention.mask import TreeMask
 from megatron_dta.errors import UsageError
 from megatron_dta.tree.cuts import WHOLE
 from megatron_dta.tree.forest import Forest, build_forest
@@ -19,6 +19,7 @@ from tests.forests import (
     SHAPES,
     LargestTensor,
     broom,
+    causal_mask,
     mask_of,
     mask_of_subset,
     random_assignment,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dta.attention.blocks import BlockIndex, block_lists, classify_blocks
-from megatron_dta.attention.mask import TreeMask, causal_mask, dense_mask
+from megatron_dta.attention.mask import TreeMask, dense_mask
 from megatron_dta.tree.cuts import WHOLE
 from megatron_dta.tree.forest import Forest, build_forest
 from megatron_dta.tree.plan import Call, Plan
@@ -15,6 +15,7 @@ from tests.forests import (
     SHAPES,
     LargestTensor,
     broom,
+    causal_mask,
     mask_of,
     mask_of_subset,
     random_assignment,
