@@ -1,0 +1,163 @@
+"""What a call of the model is predicted to take: a roofline of host time and device time, fitted on a machine or scaled.
+
+A call takes the longer of the time the host needs to issue it, whatever its size, and the time the device needs for
+its rows. That is how chunks behave on an H200: flat in time up to about 3,000 tokens, then proportional to them.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dta.errors import UsageError
+from megatron_dta.model_config import ModelConfig
+
+Counts = np.ndarray | float
+"""A number, or one per call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallCost:
+    """Seconds of one kind of call, all layers and the LM head together."""
+
+    launch: float
+    """Host time to issue a call: the least that any call takes."""
+    fixed: float
+    """Device time of a call without rows (for a backward: reading and writing the gradient buffers)."""
+    row: float
+    """Per row, padding included: the layers' matrices, norms and elementwise work."""
+    pair: float
+    """Per visible (query, key) pair."""
+    context: float
+    """Per context token: its states are read, its gradients accumulated."""
+    source: float
+    """Per row that reaches the LM head."""
+
+    def seconds(self, rows: Counts, pairs: Counts, context: Counts, sources: Counts) -> Any:
+        """Return the predicted time of calls with these counts; a call without rows is no call and takes none."""
+        device = self.fixed + self.row * rows + self.pair * pairs + self.context * context + self.source * sources
+        return np.where(np.asarray(rows) > 0, np.maximum(self.launch, device), 0.0)
+
+    def scaled(self, device: float, launch: float) -> "CallCost":
+        """Return this cost with device and host times multiplied."""
+        parts = {name: getattr(self, name) * device for name in ("fixed", "row", "pair", "context", "source")}
+        return CallCost(launch=self.launch * launch, **parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Predicted times of one model on one kind of machine."""
+
+    machine: str
+    chunk: CallCost
+    """Forward with gradient and backward."""
+    push: CallCost
+    """Forward without gradient; its `source` is 0."""
+    fit: dict[str, Any] = field(default_factory=dict)
+    """Where the numbers come from: for a profile, its shapes, errors and the model it ran."""
+
+    def on(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "CostModel":
+        """Return the cost on one of `tensor * context * pipeline` devices that share a call's work evenly.
+
+        Host time falls only with the layers a stage holds. Communication is not modelled.
+        """
+        device, launch = 1 / (tensor * context * pipeline), 1 / pipeline
+        return replace(self, chunk=self.chunk.scaled(device, launch), push=self.push.scaled(device, launch))
+
+
+def default_cost(model: ModelConfig, machine: str) -> CostModel:
+    """Return the cost of a model on a machine that has not been profiled, `h200` or `cpu`.
+
+    Scaled from measured rates by the model's work. H200: bf16, fp32 gradients (README of tools/bench names the runs).
+    CPU: fp32, one core. Raises UsageError for another machine.
+    """
+    if machine not in _MACHINES:
+        raise UsageError(f"machine is {machine!r}; expected one of {', '.join(_MACHINES)}, or profile it")
+    return _MACHINES[machine](model)
+
+
+def cost_json(cost: CostModel) -> str:
+    """Return a cost model as the text that `load_cost` reads."""
+    return json.dumps(asdict(cost), indent=2) + "\n"
+
+
+def load_cost(path: str | Path) -> CostModel:
+    """Read a cost model; raise UsageError for a file that is not one."""
+    try:
+        raw = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the cost model ({error.strerror})") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid JSON ({error})") from None
+    wanted = ("machine", "chunk", "push", "fit")
+    if not isinstance(raw, dict) or set(raw) != set(wanted) or not isinstance(raw["machine"], str):
+        raise UsageError(f"{path}: not a cost model; expected an object with {', '.join(wanted)}")
+    if not isinstance(raw["fit"], dict):
+        raise UsageError(f"{path}: fit is {raw['fit']!r}; expected an object")
+    calls = {name: _call_cost(f"{path}: {name}", raw[name]) for name in ("chunk", "push")}
+    return CostModel(machine=raw["machine"], fit=raw["fit"], **calls)
+
+
+def _call_cost(name: str, raw: Any) -> CallCost:
+    wanted = [f.name for f in fields(CallCost)]
+    if not isinstance(raw, dict) or set(raw) != set(wanted):
+        raise UsageError(f"{name} is {raw!r}; expected an object with {', '.join(wanted)}")
+    for key, value in raw.items():
+        if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{name}.{key} is {value!r}; expected seconds, not negative")
+    return CallCost(**raw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rates:
+    """What a machine does, for any model."""
+
+    matrix: float
+    """FLOP per second of the layers' matrices and the LM head."""
+    attention: float
+    """FLOP per second of attention over its visible pairs."""
+    memory: float
+    """Bytes per second."""
+    launch: float
+    """Host seconds per layer of a forward and backward; a forward alone takes a third."""
+    element: int
+    """Bytes of a weight, an activation or a cached state."""
+
+
+def _from_rates(name: str, rates: _Rates, model: ModelConfig) -> CostModel:
+    q, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    matrices = model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.ffn_size)
+    embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+    row = 2 * matrices / rates.matrix
+    pair = 4 * model.num_layers * q / rates.attention
+    source = 2 * model.hidden_size * model.vocab_size / rates.matrix
+    # Forward: states are gathered into one array (read, written, read). Backward: gathered again; their gradients are
+    # written, read, and added to 4-byte accumulators.
+    states = 2 * model.num_layers * kv
+    gather = 3 * states * rates.element / rates.memory
+    accumulate = states * (2 * rates.element + 8) / rates.memory
+    weights = (matrices + embeddings) * rates.element / rates.memory
+    gradients = (matrices + embeddings) * (rates.element + 8) / rates.memory
+    launch = model.num_layers * rates.launch
+    forward = CallCost(launch=launch / 3, fixed=weights, row=row, pair=pair, context=gather, source=0.0)
+    both = CallCost(
+        launch=launch,
+        fixed=2 * weights + gradients,
+        row=3 * row,
+        pair=3 * pair,
+        context=2 * gather + accumulate,
+        source=3 * source,
+    )
+    return CostModel(machine=name, chunk=both, push=forward, fit={"source": "scaled from shipped rates"})
+
+
+_H200 = _Rates(matrix=560e12, attention=540e12, memory=3.6e12, launch=6.8e-3, element=2)
+_CPU = _Rates(matrix=45e9, attention=8e9, memory=8e9, launch=1.2e-3, element=4)
+_MACHINES: dict[str, Callable[[ModelConfig], CostModel]] = {
+    "h200": lambda model: _from_rates("h200", _H200, model),
+    "cpu": lambda model: _from_rates("cpu", _CPU, model),
+}
