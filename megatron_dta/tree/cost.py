@@ -1,4 +1,4 @@
-"""What a call of the model is predicted to take: a roofline of host time and device time, fitted on a machine or scaled.
+"""What a call of the model is predicted to take: a roofline of host and device time, fitted or scaled.
 
 A call takes the longer of the time the host needs to issue it, whatever its size, and the time the device needs for
 its rows. That is how chunks behave on an H200: flat in time up to about 3,000 tokens, then proportional to them.
@@ -100,6 +100,29 @@ def load_cost(path: str | Path) -> CostModel:
         raise UsageError(f"{path}: fit is {raw['fit']!r}; expected an object")
     calls = {name: _call_cost(f"{path}: {name}", raw[name]) for name in ("chunk", "push")}
     return CostModel(machine=raw["machine"], fit=raw["fit"], **calls)
+
+
+def check_model(cost: CostModel, model: ModelConfig) -> None:
+    """Raise UsageError if the cost was profiled on a model of another shape; shipped rates fit any."""
+    profiled = cost.fit.get("model")
+    if profiled is None:
+        return
+    if not isinstance(profiled, dict):
+        raise UsageError(f"fit.model of the cost model is {profiled!r}; expected an object, profile the model again")
+    for name, value in model_shape(model).items():
+        if profiled.get(name) != value:
+            raise UsageError(
+                f"the cost model was profiled with {name} {profiled.get(name)!r}, this model has {value}; profile it "
+                "with `python -m megatron_dta profile`, or leave the cost model out"
+            )
+
+
+def model_shape(model: ModelConfig) -> dict[str, int]:
+    """Return what the time of a call depends on, as a profile stores it."""
+    return {name: getattr(model, name) for name in _SHAPE}
+
+
+_SHAPE = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_size", "vocab_size")
 
 
 def _call_cost(name: str, raw: Any) -> CallCost:

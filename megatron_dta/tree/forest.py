@@ -4,7 +4,7 @@ Shapes: T tree tokens, S sequences, M terms, E loss-bearing edges. An edge is na
 token but a root has exactly one incoming edge, from its parent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +33,8 @@ class Forest:
     """int32 [M]: position of the predicted token in its sequence (never 0)."""
     term_target: np.ndarray
     """int32 [M]: the tree token that is predicted."""
+    trained: np.ndarray
+    """bool [T]: the token is the target of a loss-bearing edge."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +47,7 @@ class Forest:
     @cached_property
     def edges(self) -> np.ndarray:
         """Targets of the loss-bearing edges, int32 [E], increasing."""
-        return np.unique(self.term_target)
+        return np.flatnonzero(self.trained).astype(np.int32)
 
     @cached_property
     def term_edge(self) -> np.ndarray:
@@ -71,31 +73,32 @@ def build_forest(
     tokens: Sequence[np.ndarray],
     loss_masks: Sequence[np.ndarray] | None = None,
     identities: Sequence[np.ndarray | None] | None = None,
+    *,
+    parts: np.ndarray | None = None,
 ) -> Forest:
     """Merge sequences into prefix trees by their ids, and by their identity tags where given.
 
     tokens: integer arrays [L]; loss_masks: bool arrays [L] (entry t: the prediction of token t; entry 0 has no source
-    and makes no term); identities: integer arrays [L] or None per sequence. Two tokens are merged only if ids and
-    tags agree on the whole path. Raises ValueError for an empty sequence, arrays of different lengths, and ids or tags
-    that are not integers of their range.
+    and makes no term); identities: integer arrays [L] or None per sequence; parts: int [S], sequences of different
+    parts share nothing, and trees are ordered by part. Two tokens are merged only if ids and tags agree on the whole
+    path. Raises ValueError for an empty sequence, arrays of different lengths, and ids or tags that are not integers
+    of their range.
     """
-    _check(tokens, loss_masks, identities)
-    words = [_words(t, tag) for t, tag in zip(tokens, _tags(tokens, identities))]
-    order = sorted(range(len(words)), key=[_sort_key(w) for w in words].__getitem__)
-    runs = _Runs(len(tokens))
+    runs = Runs(len(tokens))
     path = np.zeros(max((len(t) for t in tokens), default=0), np.int32)
     targets: list[np.ndarray] = [_NONE] * len(tokens)
     positions: list[np.ndarray] = [_NONE] * len(tokens)
-    previous = _NONE
-    for i in order:
-        shared, length = _common_prefix(previous, words[i]), len(tokens[i])
+    trained = np.zeros(sum(len(t) for t in tokens), bool)
+    for i, shared in sorted_sequences(tokens, loss_masks, identities, parts):
+        length = len(tokens[i])
         runs.add(i, shared, length, int(path[shared - 1]) if shared else -1)
         path[shared:length] = np.arange(runs.start[-1], runs.num_tokens, dtype=np.int32)
         runs.sequence_end[i] = path[length - 1]
         if loss_masks is not None:
-            positions[i] = np.flatnonzero(loss_masks[i][1:]).astype(np.int32) + 1
-            targets[i] = path[positions[i]]
-        previous = words[i]
+            position = np.flatnonzero(loss_masks[i][1:]).astype(np.int32) + 1
+            target = path[position]
+            trained[target] = True
+            positions[i], targets[i] = position, target
     return Forest(
         tokens=_concatenate([tokens[i][shared:] for i, shared in zip(runs.sequence, runs.shared)]),
         **runs.arrays(),
@@ -104,14 +107,55 @@ def build_forest(
         term_sequence=np.repeat(np.arange(len(tokens), dtype=np.int32), [len(p) for p in positions]),
         term_position=_concatenate(positions),
         term_target=_concatenate(targets),
+        trained=trained[: runs.num_tokens].copy(),
     )
 
 
+def sorted_sequences(tokens, loss_masks, identities, parts) -> Iterator[tuple[int, int]]:
+    """Check the arguments of `build_forest`; yield (sequence, length of the prefix it shares with the one before).
+
+    Sequences come by part, then by ids word by word, a prefix before what extends it, equal ones by number.
+    """
+    _check(tokens, loss_masks, identities, parts)
+    words = [_words(t, tag) for t, tag in zip(tokens, _tags(tokens, identities))]
+    part = np.zeros(len(tokens), np.int64) if parts is None else parts
+    previous = _NONE
+    for label in np.unique(part).tolist():
+        previous = _NONE
+        for i in _in_order(words, np.flatnonzero(part == label).tolist()):
+            yield i, _common_prefix(previous, words[i])
+            previous = words[i]
+
+
+def _in_order(words: list[np.ndarray], sequences: list[int]) -> Iterator[int]:
+    """Sort by blocks of words: only sequences that agree so far are compared further, so tails are never copied."""
+    waiting = [(0, sequences)]
+    while waiting:
+        start, group = waiting.pop()
+        if len(group) == 1:
+            yield group[0]
+            continue
+        stop = max(2 * start, _BLOCK)
+        by_key: dict[bytes, list[int]] = {}
+        for i in group:
+            by_key.setdefault(_sort_key(words[i][start:stop]), []).append(i)
+        if len(by_key) == 1 and all(len(words[i]) < stop for i in group):
+            yield from group
+        else:
+            waiting += [(_next(words, alike, start, stop), alike) for _, alike in sorted(by_key.items(), reverse=True)]
+
+
+def _next(words, alike: list[int], start: int, stop: int) -> int:
+    """Return where to go on comparing sequences that agree on words start .. stop; those that ended there are equal."""
+    return stop if len(words[alike[0]]) >= stop else start
+
+
 _NONE = np.zeros(0, np.int32)
+_BLOCK = 64
 _LARGEST_ID = 2**31 - 1
 
 
-class _Runs:
+class Runs:
     """The new suffix that each sequence adds to the forest, in sorted order."""
 
     def __init__(self, num_sequences: int):
@@ -163,7 +207,9 @@ class _Runs:
         return end
 
 
-def _check(tokens, loss_masks, identities) -> None:
+def _check(tokens, loss_masks, identities, parts) -> None:
+    if parts is not None and parts.shape != (len(tokens),):
+        raise ValueError(f"parts has shape {parts.shape}; expected ({len(tokens)},)")
     for name, arrays in (("loss_masks", loss_masks), ("identities", identities)):
         if arrays is None:
             continue
@@ -197,7 +243,7 @@ def _words(tokens: np.ndarray, tag: np.ndarray | None) -> np.ndarray:
 
 
 def _sort_key(words: np.ndarray) -> bytes:
-    """Big-endian bytes: comparing them compares the sequences word by word, a prefix before what extends it."""
+    """Big-endian bytes: they compare as the words do."""
     return words.astype(">u4" if words.ndim == 1 else ">u8").tobytes()
 
 

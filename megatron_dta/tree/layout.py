@@ -1,16 +1,28 @@
 """Who is in which chunk, who reads whom, and which chunk must run before which."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
-from megatron_dta.tree.forest import Forest
+
+class Tree(Protocol):
+    """What a layout needs of a forest: tokens, or runs of tokens that stay together, in preorder."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def parent(self) -> np.ndarray: ...
+
+    @property
+    def subtree_end(self) -> np.ndarray: ...
 
 
 class Layout:
     """An assignment of tree tokens to chunks, with what follows from it: pushed tokens, contexts, a legal order."""
 
-    def __init__(self, forest: Forest, chunk_of: np.ndarray):
+    def __init__(self, forest: Tree, chunk_of: np.ndarray):
         """Number the chunks by first token. chunk_of: int [T]; raises ValueError for a wrong length."""
         if chunk_of.shape != (forest.num_tokens,):
             raise ValueError(f"chunk_of has shape {chunk_of.shape}; the forest has {forest.num_tokens} tokens")

@@ -1,0 +1,316 @@
+"""Pack an outline into chunks: which tokens run together, in which order, and what that is predicted to take.
+
+A *heavy* token has more tokens in its subtree than a chunk holds, so some descendant is in another chunk whatever one
+does: it has to be pushed. Below the heavy tokens hang *items*: subtrees that fit a chunk and are kept whole, so that
+heavy tokens are the only pushed ones. Items are packed like parcels, heavy tokens fill the gaps that are left.
+
+Shapes: N nodes of the outline, P pieces in preorder, K chunks.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_dta.tree.cost import CostModel
+from megatron_dta.tree.layout import Layout
+from megatron_dta.tree.outline import Outline, visible_pairs
+
+WINDOWS = (1, 4, 16, 64, None)
+"""Bins open at once: few keep relatives together (few states alive), None packs best."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Pieces of nodes with their chunks; chunks are numbered in the order they run."""
+
+    outline: Outline
+    node: np.ndarray
+    """int64 [P]: pieces in preorder."""
+    length: np.ndarray
+    """int64 [P]."""
+    chunk: np.ndarray
+    """int64 [P]: never above the chunk of the piece's parent."""
+
+    @property
+    def num_chunks(self) -> int:
+        return int(self.chunk.max(initial=-1)) + 1
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        """Depth of each piece's first token, int64 [P]."""
+        start = np.cumsum(self.length) - self.length
+        return self.outline.depth[self.node] + start - self.outline.start[self.node]
+
+    # What follows lets `Layout` take pieces for tokens.
+    @property
+    def num_tokens(self) -> int:
+        return len(self.node)
+
+    @cached_property
+    def parent(self) -> np.ndarray:
+        """int64 [P]: the piece above, -1 for a root."""
+        last = np.searchsorted(self.node, self.outline.parent[self.node], side="right") - 1
+        goes_on = np.concatenate([[False], self.node[1:] == self.node[:-1]]) if len(self.node) else np.zeros(0, bool)
+        above = np.where(self.outline.parent[self.node] < 0, -1, last)
+        return np.where(goes_on, np.arange(len(self.node)) - 1, above)
+
+    @cached_property
+    def subtree_end(self) -> np.ndarray:
+        """int64 [P]: one past the last piece below."""
+        return np.searchsorted(self.node, self.outline.end[self.node])
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (length, chunk) of maximal runs of tokens in preorder: the assignment, run-length encoded."""
+        if not len(self.chunk):
+            return self.length, self.chunk
+        starts = np.flatnonzero(np.concatenate([[True], self.chunk[1:] != self.chunk[:-1]]))
+        return np.add.reduceat(self.length, starts), self.chunk[starts]
+
+
+def pack(outline: Outline, capacity: int, window: int | None) -> Packing:
+    """Pack into chunks of at most `capacity` tokens, pushing the heavy tokens alone; at most `window` bins are open."""
+    heavy = np.clip(outline.size - capacity, 0, outline.length)
+    is_full = heavy == outline.length
+    at_top = outline.parent < 0
+    at_top[~at_top] = is_full[outline.parent[~at_top]]
+    item = np.flatnonzero(at_top & ~is_full)
+    owner = np.where(heavy[item] > 0, item, outline.parent[item])
+    sizes = (outline.size - heavy)[item]
+    bins = _best_fit_decreasing(sizes, capacity) if window is None else _best_fit(sizes, capacity, window)
+    filler = _HeavyFiller(outline, heavy, owner, capacity)
+    item_chunk = np.zeros(len(item), np.int64)
+    for members in bins:
+        item_chunk[members] = filler.close(members, capacity - int(sizes[members].sum()))
+    filler.finish()
+    light = np.flatnonzero(~is_full)
+    holder = np.searchsorted(item, light, side="right") - 1
+    pieces = np.array(filler.pieces, np.int64).reshape(-1, 4)
+    node, offset, length, chunk = (
+        np.concatenate([light, pieces[:, 0]]),
+        np.concatenate([heavy[light], pieces[:, 1]]),
+        np.concatenate([(outline.length - heavy)[light], pieces[:, 2]]),
+        np.concatenate([item_chunk[holder], pieces[:, 3]]),
+    )
+    order = np.lexsort((offset, node))
+    return Packing(outline=outline, node=node[order], length=length[order], chunk=chunk[order])
+
+
+def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Pack the largest first into the fullest bin that takes it; bins come in the order of their last items."""
+    order = np.argsort(-sizes, kind="stable").tolist()
+    bins = _Bins(capacity)
+    for i, size in zip(order, sizes[order].tolist()):
+        bins.add(i, size)
+    return sorted(bins.members, key=max)
+
+
+def _best_fit(sizes: np.ndarray, capacity: int, window: int) -> list[list[int]]:
+    """Pack in preorder into the fullest open bin that takes an item; beyond `window` open ones the fullest closes."""
+    bins, closed = _Bins(capacity), []
+    for i, size in enumerate(sizes.tolist()):
+        bins.add(i, size)
+        if len(bins.free) > window:
+            closed.append(bins.close_fullest(before=i))
+    while bins.free:
+        closed.append(bins.close_fullest())
+    return closed
+
+
+class _Bins:
+    """Bins by free space; the fullest first."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.free: list[tuple[int, int]] = []
+        self.members: list[list[int]] = []
+
+    def add(self, item: int, size: int) -> None:
+        at = bisect_left(self.free, (size, -1))
+        if at < len(self.free):
+            free, number = self.free.pop(at)
+        else:
+            free, number = self.capacity, len(self.members)
+            self.members.append([])
+        self.members[number].append(item)
+        insort(self.free, (free - size, number))
+
+    def close_fullest(self, before: int | None = None) -> list[int]:
+        """Close the fullest bin; one that was just opened by item `before` stays where there is another."""
+        at = 0
+        if before is not None and len(self.free) > 1 and self.members[self.free[0][1]][-1] == before:
+            at = int(self.free[0][0] > 0)  # a bin that the item filled to the brim is done
+        return self.members[self.free.pop(at)[1]]
+
+
+class _HeavyFiller:
+    """Give heavy tokens to chunks, the deepest first, once everything below them has a chunk."""
+
+    def __init__(self, outline: Outline, heavy: np.ndarray, owner: np.ndarray, capacity: int):
+        self.capacity = capacity
+        self.heavy, self.parent = heavy.tolist(), outline.parent.tolist()
+        self.owner = owner.tolist()
+        below = np.bincount(owner[owner >= 0], minlength=outline.num_nodes)
+        nodes = np.flatnonzero((heavy > 0) & (outline.parent >= 0))
+        np.add.at(below, outline.parent[nodes], 1)
+        self.waiting_for = below.tolist()
+        self.ready: list[int] = []
+        self.num_ready = 0
+        self.num_chunks = 0
+        self.pieces: list[tuple[int, int, int, int]] = []
+        """(node, offset, length, chunk)"""
+
+    def close(self, members: list[int], gap: int) -> int:
+        """Number a chunk of items and fill its gap."""
+        chunk = self._new_chunk()
+        for i in members:
+            self._done(self.owner[i])
+        self._fill(chunk, gap)
+        while self.num_ready >= self.capacity:
+            self._fill(self._new_chunk(), self.capacity)
+        return chunk
+
+    def finish(self) -> None:
+        """Put what is left into chunks of its own."""
+        while self.num_ready:
+            self._fill(self._new_chunk(), self.capacity)
+
+    def _new_chunk(self) -> int:
+        self.num_chunks += 1
+        return self.num_chunks - 1
+
+    def _done(self, owner: int) -> None:
+        if owner >= 0:
+            self.waiting_for[owner] -= 1
+            if self.waiting_for[owner] == 0:
+                self.ready.append(owner)
+                self.num_ready += self.heavy[owner]
+
+    def _fill(self, chunk: int, gap: int) -> None:
+        while gap and self.ready:
+            node = self.ready[-1]
+            length = min(gap, self.heavy[node])
+            self.heavy[node] -= length  # from its end: descendants run first
+            self.num_ready -= length
+            gap -= length
+            self.pieces.append((node, self.heavy[node], length, chunk))
+            if self.heavy[node] == 0:
+                self.ready.pop()
+                self._done(self.parent[node])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """What a packing's calls hold and take, before any plan is made. Shapes: K chunks, Q pushes."""
+
+    rows: np.ndarray
+    """int64 [K], padding included."""
+    chunk_seconds: np.ndarray
+    """float64 [K]."""
+    push_rows: np.ndarray
+    """int64 [Q]."""
+    push_seconds: np.ndarray
+    """float64 [Q]."""
+    push_before: np.ndarray
+    """int64 [Q]: the chunk that needs each push first."""
+    pushed_tokens: int
+    state_rows: int
+    """Most cached states alive at once, with one chunk in flight."""
+    grad_rows: int
+
+    @property
+    def seconds(self) -> float:
+        return float(self.chunk_seconds.sum() + self.push_seconds.sum())
+
+
+def predict(packing: Packing, cost: CostModel, capacity: int, multiple: int) -> Prediction:
+    """Predict the calls that `schedule` makes of a packing. Raises ValueError where no order of its chunks is legal."""
+    outline, length, chunk = packing.outline, packing.length, packing.chunk
+    layout = Layout(packing, chunk)
+    num_chunks = packing.num_chunks
+    contexts = layout.contexts()
+    pairs = visible_pairs(packing.depth, length)
+    tokens = np.bincount(chunk, length, num_chunks)
+    rows = _padded(tokens, multiple)
+    sources = np.bincount(chunk, outline.sources[packing.node] * length / outline.length[packing.node], num_chunks)
+    context = np.array([length[c].sum() for c in contexts], np.float64)
+    chunk_pairs = np.bincount(chunk, pairs, num_chunks) + rows - tokens
+    pushes = _push_calls(packing, layout, contexts, capacity)
+    push_padded = _padded(pushes.rows, multiple)
+    readers = np.full(len(length), -1)
+    for number, pieces in enumerate(contexts):
+        readers[pieces] = number
+    piece = pushes.piece
+    return Prediction(
+        rows=rows.astype(np.int64),
+        chunk_seconds=cost.chunk.seconds(rows, chunk_pairs, context, sources),
+        push_rows=push_padded.astype(np.int64),
+        push_seconds=cost.push.seconds(push_padded, pushes.pairs + push_padded - pushes.rows, pushes.context, 0),
+        push_before=pushes.before,
+        pushed_tokens=int(pushes.length.sum()),
+        state_rows=_most_alive(pushes.before[pushes.call], readers[piece], pushes.length, num_chunks),
+        grad_rows=_most_alive(pushes.needed_by, chunk[piece], pushes.length, num_chunks),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pushes:
+    """Fragments of pushed pieces in the order they are needed, cut into calls. Shapes: F fragments, Q calls."""
+
+    piece: np.ndarray
+    length: np.ndarray
+    call: np.ndarray
+    needed_by: np.ndarray
+    """int64 [F] each; the chunk that needs the fragment first."""
+    rows: np.ndarray
+    pairs: np.ndarray
+    context: np.ndarray
+    before: np.ndarray
+    """[Q] each; the chunk that needs anything of the call first."""
+
+
+def _push_calls(packing: Packing, layout: Layout, contexts: list[np.ndarray], capacity: int) -> _Pushes:
+    """Line the pushed pieces up as chunks need them, and cut the line every `capacity` tokens."""
+    needed_by = np.full(len(packing.length), -1)
+    line = [np.zeros(0, np.int64)]
+    for number, pieces in enumerate(contexts):
+        fresh = pieces[needed_by[pieces] < 0]
+        needed_by[fresh] = number
+        line.append(fresh)
+    order = np.concatenate(line)
+    ends = np.cumsum(packing.length[order])
+    fragment_end = np.unique(np.concatenate([ends, np.arange(capacity, ends[-1], capacity)])) if len(ends) else ends
+    length = np.diff(fragment_end, prepend=0)
+    at = np.searchsorted(ends, fragment_end)
+    piece, offset = order[at], fragment_end - length - (ends[at] - packing.length[order[at]])
+    call = (fragment_end - 1) // capacity
+    num_calls = int(call.max(initial=-1)) + 1
+    starts = np.searchsorted(call, np.arange(num_calls + 1))
+    context = np.bincount(call, offset, num_calls)
+    for number in range(num_calls):
+        own = np.sort(piece[starts[number] : starts[number + 1]])
+        above = layout.ancestors(own)
+        context[number] += packing.length[above[~np.isin(above, own, assume_unique=True)]].sum()
+    return _Pushes(
+        piece=piece,
+        length=length,
+        call=call,
+        needed_by=needed_by[piece],
+        rows=np.bincount(call, length, num_calls),
+        pairs=np.bincount(call, visible_pairs(packing.depth[piece] + offset, length), num_calls),
+        context=context,
+        before=needed_by[piece][starts[:-1]],
+    )
+
+
+def _most_alive(first: np.ndarray, last: np.ndarray, size: np.ndarray, num_chunks: int) -> int:
+    """Return the largest total size alive at one chunk, from first to last inclusive."""
+    change = np.zeros(num_chunks + 1)
+    np.add.at(change, first, size)
+    np.add.at(change, last + 1, -size)
+    return int(np.cumsum(change).max(initial=0))
+
+
+def _padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
+    return -(-tokens // multiple) * multiple
