@@ -10,15 +10,15 @@ from megatron_dta.tree.forest import Forest
 WHOLE = "whole"
 
 
-def chunk_capacity(forest: Forest, budget: int | str, multiple: int = 1) -> int:
-    """Return the most tokens one chunk may hold: the budget (`whole`: the forest) in full multiples of the padding.
+def capacity_of(num_tokens: int, budget: int | str, multiple: int = 1) -> int:
+    """Return the most tokens one chunk may hold: the budget (`whole`: all tokens) in full multiples of the padding.
 
     Raises UsageError if not one padded row fits the budget.
     """
     if multiple < 1:
         raise UsageError(f"padding multiple is {multiple}; expected a positive whole number")
     if budget == WHOLE:
-        return -(-forest.num_tokens // multiple) * multiple
+        return -(-num_tokens // multiple) * multiple
     if isinstance(budget, bool | str) or not isinstance(budget, Integral) or int(budget) < multiple:
         raise UsageError(
             f"budget is {budget!r}; expected '{WHOLE}' or at least {multiple} tokens, the padding multiple of a chunk"

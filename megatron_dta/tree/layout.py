@@ -23,13 +23,14 @@ class Layout:
     """An assignment of tree tokens to chunks, with what follows from it: pushed tokens, contexts, a legal order."""
 
     def __init__(self, forest: Tree, chunk_of: np.ndarray):
-        """Number the chunks by first token. chunk_of: int [T]; raises ValueError for a wrong length."""
+        """Number the chunks 0, 1, ... in the order of their labels. chunk_of: int [T]; raises ValueError else."""
         if chunk_of.shape != (forest.num_tokens,):
             raise ValueError(f"chunk_of has shape {chunk_of.shape}; the forest has {forest.num_tokens} tokens")
         self.forest = forest
         _, first, inverse = np.unique(chunk_of, return_index=True, return_inverse=True)
-        self.chunk_of = np.argsort(np.argsort(first))[inverse].astype(np.int32)
+        self.chunk_of = inverse.astype(np.int32)
         self.num_chunks = len(first)
+        self._by_first_token = np.argsort(first).tolist()
         self.tokens = group_by(self.chunk_of, self.num_chunks)
         parent = forest.parent
         entry = np.flatnonzero(parent >= 0)
@@ -58,6 +59,16 @@ class Layout:
         ends = self.forest.subtree_end[tokens]
         return np.searchsorted(marks, ends, side="left") > np.searchsorted(marks, tokens, side="right")
 
+    def order(self) -> list[int]:
+        """Return the chunks as they run, each after all that hold descendants of its tokens: as numbered, if legal.
+
+        Raises ValueError where two chunks hold each other's ancestors.
+        """
+        above = self.forest.parent[self.entries]
+        if (self.chunk_of[self.entries] < self.chunk_of[above]).all():
+            return list(range(self.num_chunks))
+        return self.post_order()
+
     def post_order(self) -> list[int]:
         """Order the chunks so that each comes after all chunks that hold descendants of its tokens.
 
@@ -69,7 +80,7 @@ class Layout:
         has_context[self.chunk_of[self.entries]] = True
         order: list[int] = []
         state = np.zeros(self.num_chunks, np.int8)  # 0 unseen, 1 open, 2 done
-        for root in [*np.flatnonzero(~has_context).tolist(), *range(self.num_chunks)]:
+        for root in [c for c in self._by_first_token if not has_context[c]] + self._by_first_token:
             stack: list[tuple[int, Iterator[int]]] = [] if state[root] else [(root, iter(readers[root]))]
             state[root] = max(state[root], 1)
             while stack:
@@ -87,9 +98,10 @@ class Layout:
         return order
 
     def _readers(self) -> list[list[int]]:
-        """Return for every chunk the chunks with a child of one of its tokens, by first token."""
+        """Return for every chunk the chunks with a child of one of its tokens, by their first such token."""
         owner = self.chunk_of[self.forest.parent[self.entries]].astype(np.int64)
-        pairs = np.unique(owner * self.num_chunks + self.chunk_of[self.entries])
+        pairs, first = np.unique(owner * self.num_chunks + self.chunk_of[self.entries], return_index=True)
+        pairs = pairs[np.argsort(first)]
         groups = group_by(pairs // max(self.num_chunks, 1), self.num_chunks)
         return [(pairs[group] % self.num_chunks).tolist() for group in groups]
 

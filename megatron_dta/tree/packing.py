@@ -229,6 +229,8 @@ def predict(packing: Packing, cost: CostModel, capacity: int, multiple: int) -> 
     outline, length, chunk = packing.outline, packing.length, packing.chunk
     layout = Layout(packing, chunk)
     num_chunks = packing.num_chunks
+    if layout.order() != list(range(num_chunks)):
+        raise ValueError("chunks are not numbered in an order in which they may run")
     contexts = layout.contexts()
     pairs = visible_pairs(packing.depth, length)
     tokens = np.bincount(chunk, length, num_chunks)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dta.tree.cuts import aligned_cuts, chunk_capacity
+from megatron_dta.tree.cuts import aligned_cuts, capacity_of
 from megatron_dta.tree.forest import Forest
 from megatron_dta.tree.layout import Layout, group_by
 from megatron_dta.tree.plan import Chunk, Kind, Operation, Plan, Push
@@ -15,36 +15,68 @@ def make_plan(forest: Forest, budget: int | str, *, multiple: int = 1, in_flight
 
     Raises ValueError for a budget below one padded row.
     """
-    capacity = chunk_capacity(forest, budget, multiple)
+    capacity = capacity_of(forest.num_tokens, budget, multiple)
     chunk_of = aligned_cuts(forest, capacity)
     return schedule(forest, chunk_of, capacity=capacity, multiple=multiple, in_flight=in_flight)
 
 
-def schedule(forest: Forest, chunk_of: np.ndarray, *, capacity: int, multiple: int = 1, in_flight: int = 1) -> Plan:
-    """Turn any assignment of tokens to chunks, int [T], into a plan; pushes are split at `capacity` rows.
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The operations of a rank that shares collectives with others: equally many on each of them.
 
-    A pushed token is pushed once, right before the first chunk that reads it. At most `in_flight` chunks are between
-    forward and backward; backwards run in the order of the forwards. Raises ValueError where chunks hold each
-    other's ancestors, a chunk exceeds the capacity, the capacity is no multiple of the padding, or `in_flight` is
-    below 1.
+    A rank with fewer pushes or chunks runs calls of padding in their place.
+    """
+
+    pushes: tuple[int, ...]
+    """Pushes before each chunk slot; its length is the number of chunk slots."""
+
+
+def schedule(
+    forest: Forest,
+    chunk_of: np.ndarray,
+    *,
+    capacity: int,
+    multiple: int = 1,
+    in_flight: int = 1,
+    slots: Slots | None = None,
+) -> Plan:
+    """Turn any assignment of tokens to chunks, int [T], into a plan.
+
+    Chunks run in the order of their numbers where that is legal, else in an order found. Pushed tokens stand in line
+    as chunks need them; a push takes the next `capacity` of the line, right before a chunk that needs one of them, or
+    where `slots` has it. At most `in_flight` chunks are between forward and backward; backwards run in the order of
+    the forwards. Raises ValueError where chunks hold each other's ancestors, a chunk exceeds the capacity, the
+    capacity is no multiple of the padding, `in_flight` is below 1, or the slots do not suffice.
     """
     if in_flight < 1:
         raise ValueError(f"in_flight is {in_flight}; expected at least one chunk between forward and backward")
     if capacity % multiple:
         raise ValueError(f"capacity is {capacity}; expected full multiples of the padding, {multiple}")
-    builder = _Builder(Layout(forest, chunk_of), capacity, multiple)
+    builder = _Builder(forest, chunk_of, capacity, multiple)
     largest = max((len(tokens) for tokens in builder.layout.tokens), default=0)
     if largest > capacity:
         raise ValueError(f"a chunk holds {largest} tokens; the capacity is {capacity}")
-    waiting: list[int] = []
-    for chunk in builder.layout.post_order():
+    own_order = builder.layout.order()
+    needed = builder.line_up(own_order)
+    order: list[int | None] = [*own_order]
+    if slots is not None:
+        order += [None] * (len(slots.pushes) - len(order))
+        given = np.cumsum(slots.pushes)
+        if len(slots.pushes) < len(order) or (given[: len(needed)] < needed).any():
+            raise ValueError(f"slots {slots.pushes} do not suffice; this plan needs {np.diff(needed, prepend=0)}")
+        needed = given
+    for chunk, pushes in zip(order, needed.tolist()):
+        while len(builder.pushes) < pushes:
+            builder.push()
         builder.forward(chunk)
-        waiting.append(chunk)
-        if len(waiting) == in_flight:
-            builder.backward(waiting.pop(0))
-    for chunk in waiting:
-        builder.backward(chunk)
+        if len(builder.waiting) == in_flight:
+            builder.backward()
+    while builder.waiting:
+        builder.backward()
     return builder.plan(in_flight)
+
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass
@@ -67,8 +99,9 @@ class _Rows:
 class _Builder:
     """Emit operations in order and keep the books of both caches."""
 
-    def __init__(self, layout: Layout, capacity: int, multiple: int):
-        self.layout, self.forest = layout, layout.forest
+    def __init__(self, forest: Forest, chunk_of: np.ndarray, capacity: int, multiple: int):
+        self.forest, self.layout = forest, Layout(forest, chunk_of)
+        layout = self.layout
         self.capacity, self.multiple = capacity, multiple
         self.contexts = layout.contexts()
         self.state_row = np.full(self.forest.num_tokens, -1, np.int32)
@@ -78,23 +111,30 @@ class _Builder:
             self.readers_left[context] += 1
         self.is_pushed = self.readers_left > 0
         self.state, self.grad = _Rows(), _Rows()
+        self.line = np.zeros(0, np.int32)
         self.pushes: list[Push] = []
-        self.calls: dict[int, dict] = {}
+        self.waiting: list[tuple[int | None, dict]] = []
         self.chunks: list[Chunk] = []
         self.operations: list[Operation] = []
         target_chunk = layout.chunk_of[self.forest.parent[self.forest.edges]]
         self.edges = group_by(target_chunk, layout.num_chunks)
         self.terms = group_by(target_chunk[self.forest.term_edge], layout.num_chunks)
 
-    def forward(self, chunk: int) -> None:
-        context = self.contexts[chunk]
-        missing = context[self.state_row[context] < 0]
-        for start in range(0, len(missing), max(self.capacity, 1)):
-            self._push(missing[start : start + self.capacity])
-        self.calls[chunk] = self._call(self.layout.tokens[chunk].astype(np.int32), context)
-        self.operations.append(Operation(kind=Kind.FORWARD, index=len(self.chunks) + len(self.calls) - 1))
+    def line_up(self, order: list[int]) -> np.ndarray:
+        """Line up the pushed tokens as chunks need them; return the pushes made before each chunk, int64 [K]."""
+        in_line = np.zeros(self.forest.num_tokens, bool)
+        line, lengths = [self.line], []
+        for chunk in order:
+            fresh = self.contexts[chunk][~in_line[self.contexts[chunk]]]
+            in_line[fresh] = True
+            line.append(fresh)
+            lengths.append(len(fresh))
+        self.line = np.concatenate(line)
+        return -(-np.cumsum(lengths, dtype=np.int64) // max(self.capacity, 1))
 
-    def _push(self, tokens: np.ndarray) -> None:
+    def push(self) -> None:
+        """Push the next tokens of the line, or padding where it is empty."""
+        tokens, self.line = np.sort(self.line[: self.capacity]), self.line[self.capacity :]
         context = self.layout.ancestors(tokens)
         call = self._call(tokens, context[~np.isin(context, tokens, assume_unique=True)])
         rows = self.state.take(len(tokens))
@@ -102,9 +142,18 @@ class _Builder:
         self.operations.append(Operation(kind=Kind.PUSH, index=len(self.pushes)))
         self.pushes.append(Push(**call, store_state=rows))
 
+    def forward(self, chunk: int | None) -> None:
+        """Emit a chunk's forward; None: a call of padding."""
+        tokens = _NO_TOKENS if chunk is None else self.layout.tokens[chunk].astype(np.int32)
+        self.waiting.append((chunk, self._call(tokens, self._context(chunk))))
+        self.operations.append(Operation(kind=Kind.FORWARD, index=len(self.chunks) + len(self.waiting) - 1))
+
+    def _context(self, chunk: int | None) -> np.ndarray:
+        return _NO_TOKENS if chunk is None else self.contexts[chunk]
+
     def _call(self, tokens: np.ndarray, context: np.ndarray) -> dict:
         keys = np.concatenate([context, tokens])
-        size = -(-len(tokens) // self.multiple) * self.multiple
+        size = max(-(-len(tokens) // self.multiple), 1) * self.multiple
         padding = np.arange(len(tokens), size)  # one-token trees that see only themselves
         visible_from = np.concatenate([np.searchsorted(tokens, keys), padding])
         visible_to = np.concatenate([np.searchsorted(tokens, self.forest.subtree_end[keys]), padding + 1])
@@ -117,8 +166,10 @@ class _Builder:
             "visible_to": visible_to.astype(np.int32),
         }
 
-    def backward(self, chunk: int) -> None:
-        call, context = self.calls.pop(chunk), self.contexts[chunk]
+    def backward(self) -> None:
+        """Emit the oldest waiting chunk's backward, and free what nobody needs after it."""
+        chunk, call = self.waiting.pop(0)
+        context = self._context(chunk)
         index = len(self.chunks)
         fresh = context[self.grad_row[context] < 0]
         self.grad_row[fresh] = self.grad.take(len(fresh))
@@ -142,8 +193,8 @@ class _Builder:
         if len(done) or len(own_grad):
             self.operations.append(Operation(kind=Kind.FREE, index=index, free_state=done, free_grad=own_grad))
 
-    def _edges(self, chunk: int, tokens: np.ndarray) -> dict:
-        edges, terms = self.edges[chunk], self.terms[chunk]
+    def _edges(self, chunk: int | None, tokens: np.ndarray) -> dict:
+        edges, terms = (_NO_TOKENS, _NO_TOKENS) if chunk is None else (self.edges[chunk], self.terms[chunk])
         by_target = self.forest.parent[self.forest.edges[edges]]
         by_source = np.argsort(by_target, kind="stable")  # a source's edges side by side: the head works in row blocks
         rank = np.empty_like(by_source)

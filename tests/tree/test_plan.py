@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dta.tree.cuts import WHOLE, chunk_capacity
+from megatron_dta.tree.cuts import WHOLE, capacity_of
 from megatron_dta.tree.forest import Forest
 from megatron_dta.tree.layout import Layout
 from megatron_dta.tree.plan import Call, Chunk, Kind, Operation, Plan, Push
@@ -247,7 +247,7 @@ def test_budgets_below_one_padded_row_are_refused(budget, multiple):
 
 def test_padding_below_one_is_refused():
     with pytest.raises(ValueError, match="padding multiple is 0"):
-        chunk_capacity(forest_of([1, 2, 3]), 4, 0)
+        capacity_of(3, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_padding_below_one_is_refused():
 )
 def test_capacity_is_the_budget_in_full_multiples(budget, multiple, capacity):
     forest: Forest = forest_of(list(range(7)))
-    assert chunk_capacity(forest, budget, multiple) == capacity
+    assert capacity_of(forest.num_tokens, budget, multiple) == capacity
 
 
 PLAN_WITHOUT_TORCH = """

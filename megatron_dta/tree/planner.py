@@ -1,0 +1,202 @@
+"""Plan a batch for all ranks: who trains which sequence, in which chunks; then each rank builds its own plan.
+
+The decision needs structure only and is made in one place; its result for a rank is a small `Task`. From its own
+sequences and its task a rank builds the arrays of its plan, `build_plan`. Both are pure functions of their arguments.
+
+Shapes: N nodes, S sequences, R ranks, n sequences of one rank, K chunks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.errors import UsageError
+from megatron_dta.tree.cost import CostModel
+from megatron_dta.tree.cuts import WHOLE
+from megatron_dta.tree.forest import build_forest
+from megatron_dta.tree.layout import group_by
+from megatron_dta.tree.outline import Outline
+from megatron_dta.tree.packing import Prediction
+from megatron_dta.tree.plan import Plan
+from megatron_dta.tree.ranks import Packer, RankPacking
+from megatron_dta.tree.schedule import Slots, schedule
+from megatron_dta.tree.spread import lower_bound, spread
+
+_ROUNDS = 3
+_EVALUATIONS = 96
+"""Ranks packed while searching, at least one round of all: what bounds planning time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a plan has to fit."""
+
+    cost: CostModel
+    budget: int | str = WHOLE
+    """Most rows with gradient per chunk, padding included, or `whole`."""
+    multiple: int = 1
+    """Rows of every call are padded to it."""
+    ranks: int = 1
+    """Data-parallel ranks."""
+    together: int = 1
+    """Neighbouring ranks that share collectives inside the model (experts): they run equally many operations."""
+    in_flight: int = 1
+    state_limit: int | None = None
+    """Cached states that a rank should not exceed where a plan within it is found."""
+
+    def __post_init__(self):
+        for name in ("ranks", "together", "in_flight", "multiple"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.ranks % self.together:
+            raise UsageError(
+                f"{self.ranks} data-parallel ranks do not divide into groups of {self.together} that share "
+                f"collectives; choose a multiple of {self.together}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What one rank does with a batch."""
+
+    sequences: np.ndarray
+    """int32 [n]: the sequences it trains, by number in the whole batch, increasing."""
+    parts: np.ndarray
+    """int32 [n]: sequences of different parts share nothing, where copying a prefix is cheaper than sharing it."""
+    run_length: np.ndarray
+    run_chunk: np.ndarray
+    """int64: chunks of its tree tokens in preorder, run-length encoded."""
+    capacity: int
+    slots: Slots | None
+    """Operations it runs where ranks share collectives, or where it has no sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchPlan:
+    """The tasks of all ranks, with what was predicted of them."""
+
+    tasks: tuple[Task, ...]
+    predictions: tuple[Prediction, ...]
+    seconds: np.ndarray
+    """float64 [R]: predicted time of every rank's own operations."""
+    step_seconds: float
+    """Predicted time until the last rank is done, waits inside groups included."""
+    bound_seconds: float
+    """The largest work of a rank is at least this, in any spreading and with chunks that cost only their tokens."""
+    tree_tokens: int
+    """Distinct tokens of the whole batch."""
+    rank_tokens: np.ndarray
+    """int64 [R]: tree tokens of every rank; above `tree_tokens` in sum where a path is on several."""
+
+
+def plan_batch(outline: Outline, settings: Settings) -> BatchPlan:
+    """Decide who trains what in which chunks. Raises UsageError for a budget below one padded row."""
+    work = node_work(outline, settings.cost)
+    packer = Packer(
+        outline=outline,
+        work=work,
+        cost=settings.cost,
+        budget=settings.budget,
+        multiple=settings.multiple,
+        state_limit=settings.state_limit,
+    )
+    best: list[RankPacking] = []
+    factors = np.ones(settings.ranks)
+    for _ in range(1 if settings.ranks == 1 else max(1, min(_ROUNDS, _EVALUATIONS // settings.ranks))):
+        members = group_by(spread(outline, work, factors), settings.ranks)
+        packed = [packer.pack(sequences) for sequences in members]
+        if not best or _slowest(packed) < _slowest(best):
+            best = packed
+        # A rank's true cost over its work: chunks that are not full, pushes, contexts.
+        factors = np.array([p.prediction.seconds / p.work if p.work else 1.0 for p in packed])
+    slots: list[Slots | None] = [None if len(p.sequences) else _ONE_SLOT for p in best]
+    step_seconds = [p.prediction.seconds for p in best]
+    if settings.together > 1:
+        best, slots, step_seconds = _align(packer, best, settings)
+    return BatchPlan(
+        tasks=tuple(_task(p, s) for p, s in zip(best, slots)),
+        predictions=tuple(p.prediction for p in best),
+        seconds=np.array([p.prediction.seconds for p in best]),
+        step_seconds=max(step_seconds),
+        bound_seconds=lower_bound(outline, work, settings.ranks),
+        tree_tokens=outline.num_tokens,
+        rank_tokens=np.array([p.num_tokens for p in best]),
+    )
+
+
+_ONE_SLOT = Slots(pushes=(0,))
+
+
+def node_work(outline: Outline, cost: CostModel) -> np.ndarray:
+    """Return the device time of every node's own tokens, forward and backward, float64 [N]."""
+    c = cost.chunk
+    return c.row * outline.length + c.pair * outline.pairs + c.source * outline.sources
+
+
+def _slowest(packed: list[RankPacking]) -> float:
+    return max(p.prediction.seconds for p in packed)
+
+
+def _align(packer: Packer, packed: list[RankPacking], settings: Settings):
+    """Give the ranks of every group equally many chunk slots, of alike chunks, and equally many pushes between them."""
+    aligned: list[RankPacking] = []
+    slots: list[Slots | None] = []
+    seconds: list[float] = []
+    for start in range(0, len(packed), settings.together):
+        own = packed[start : start + settings.together]
+        num_slots = max(1, *(p.num_chunks for p in own))
+        even = [packer.balanced(p, num_slots) for p in own]
+        own = min(own, even, key=lambda group: _group_seconds(group, num_slots))
+        pushes = np.max([_pushes_before(p.prediction, num_slots) for p in own], axis=0)
+        aligned += own
+        slots += [Slots(pushes=tuple(np.diff(pushes, prepend=0).tolist()))] * len(own)
+        seconds.append(_group_seconds(own, num_slots))
+    return aligned, slots, seconds
+
+
+def _pushes_before(prediction: Prediction, num_slots: int) -> np.ndarray:
+    """Count the pushes that a rank makes up to each chunk slot, int64 [slots]."""
+    return np.searchsorted(prediction.push_before, np.arange(num_slots), side="right")
+
+
+def _group_seconds(group: list[RankPacking], num_slots: int) -> float:
+    """Return the time of ranks that wait for each other at every call."""
+    chunks = [np.pad(p.prediction.chunk_seconds, (0, num_slots - p.num_chunks)) for p in group]
+    most = max(len(p.prediction.push_seconds) for p in group)
+    pushes = [np.pad(p.prediction.push_seconds, (0, most - len(p.prediction.push_seconds))) for p in group]
+    return float(np.max(chunks, axis=0).sum() + np.max(pushes, axis=0).sum())
+
+
+def _task(packed: RankPacking, slots: Slots | None) -> Task:
+    return Task(
+        sequences=packed.sequences.astype(np.int32),
+        parts=packed.parts.astype(np.int32),
+        run_length=packed.run_length.astype(np.int64),
+        run_chunk=packed.run_chunk.astype(np.int64),
+        capacity=packed.capacity,
+        slots=slots,
+    )
+
+
+def build_plan(
+    task: Task,
+    tokens: Sequence[np.ndarray],
+    loss_masks: Sequence[np.ndarray] | None,
+    identities: Sequence[np.ndarray | None] | None,
+    *,
+    multiple: int,
+    in_flight: int = 1,
+) -> Plan:
+    """Build a rank's plan from its own sequences, in the order of `task.sequences`.
+
+    Raises ValueError where they are not the sequences that the task was made for.
+    """
+    forest = build_forest(tokens, loss_masks, identities, parts=task.parts)
+    if forest.num_tokens != task.run_length.sum():
+        raise ValueError(
+            f"these sequences have {forest.num_tokens} distinct tokens; the task was planned for "
+            f"{task.run_length.sum()}: not the same batch"
+        )
+    chunk_of = np.repeat(task.run_chunk, task.run_length)
+    return schedule(forest, chunk_of, capacity=task.capacity, multiple=multiple, in_flight=in_flight, slots=task.slots)

@@ -1,0 +1,127 @@
+"""Pack one rank's sequences into chunks: sharing every prefix, or copying prefixes where that is faster.
+
+Shapes: N nodes of the batch's outline, n sequences of the rank.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.tree.cost import CostModel
+from megatron_dta.tree.cuts import capacity_of
+from megatron_dta.tree.improve import best_packing
+from megatron_dta.tree.outline import Outline
+from megatron_dta.tree.packing import Prediction, pack, predict
+from megatron_dta.tree.spread import bins, loads
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPacking:
+    """The chunks of one rank."""
+
+    sequences: np.ndarray
+    """int64 [n]: numbers in the batch, increasing."""
+    parts: np.ndarray
+    """int64 [n]: sequences of different parts share nothing."""
+    run_length: np.ndarray
+    run_chunk: np.ndarray
+    """int64: chunks of the rank's tree tokens in preorder, run-length encoded."""
+    capacity: int
+    prediction: Prediction
+    work: float
+    """Device time of its tree tokens alone."""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.prediction.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.run_length.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packer:
+    """What packing a rank needs to know."""
+
+    outline: Outline
+    work: np.ndarray
+    """float64 [N]: device time of every node's tokens."""
+    cost: CostModel
+    budget: int | str
+    multiple: int
+    state_limit: int | None
+
+    def pack(self, sequences: np.ndarray) -> RankPacking:
+        """Pack some sequences, int [n], as fast as is found."""
+        outline = self.outline.part_of(sequences)
+        capacity = capacity_of(outline.num_tokens, self.budget, self.multiple)
+        packing, prediction = best_packing(outline, self.cost, capacity, self.multiple, self.state_limit)
+        length, chunk = packing.runs()
+        shared = self._packed(
+            outline, sequences, np.zeros(len(sequences), np.int64), length, chunk, capacity, prediction
+        )
+        copied = self._copied(outline, sequences, capacity) if len(prediction.push_rows) else None
+        return copied if copied is not None and copied.prediction.seconds < prediction.seconds else shared
+
+    def balanced(self, packed: RankPacking, num_chunks: int) -> RankPacking:
+        """Pack a rank again into `num_chunks` chunks of about equal size, where a smaller capacity gives that.
+
+        A rank that copies prefixes, or whose tokens do not make so many chunks, stays as it is.
+        """
+        if packed.parts.any() or packed.num_chunks == 0 or packed.num_tokens < num_chunks:
+            return packed
+        outline = self.outline.part_of(packed.sequences)
+        least = -(-packed.num_tokens // num_chunks)
+        for step in range(_STEPS):
+            size = least + (packed.capacity - least) * step // _STEPS
+            capacity = -(-size // self.multiple) * self.multiple
+            found = pack(outline, capacity, None)
+            if found.num_chunks <= num_chunks:
+                prediction = predict(found, self.cost, capacity, self.multiple)
+                return self._packed(outline, packed.sequences, packed.parts, *found.runs(), capacity, prediction)
+        return packed
+
+    def _copied(self, outline: Outline, sequences: np.ndarray, capacity: int) -> RankPacking | None:
+        """Give every chunk copies of the prefixes it needs, so that nothing is pushed; None where a path is too long.
+
+        A small push costs a whole call of the model; copying a short prefix costs its tokens a few times over.
+        """
+        parts = bins(outline, capacity)
+        if parts is None:
+            return None
+        num_parts = int(parts.max()) + 1
+        tokens, pairs, sources = (
+            loads(outline, values.astype(np.float64), parts, num_parts)
+            for values in (outline.length, outline.pairs, outline.sources)
+        )
+        rows = -(-tokens // self.multiple) * self.multiple
+        none = np.zeros(0)
+        prediction = Prediction(
+            rows=rows.astype(np.int64),
+            chunk_seconds=self.cost.chunk.seconds(rows, pairs + rows - tokens, 0.0, sources),
+            push_rows=none.astype(np.int64),
+            push_seconds=none,
+            push_before=none.astype(np.int64),
+            pushed_tokens=0,
+            state_rows=0,
+            grad_rows=0,
+        )
+        return self._packed(
+            outline, sequences, parts, tokens.astype(np.int64), np.arange(num_parts), capacity, prediction
+        )
+
+    def _packed(self, outline, sequences, parts, run_length, run_chunk, capacity, prediction) -> RankPacking:
+        return RankPacking(
+            sequences=sequences,
+            parts=parts,
+            run_length=run_length,
+            run_chunk=run_chunk,
+            capacity=capacity,
+            prediction=prediction,
+            work=float(self.work[self.outline.nodes_of(sequences)].sum()),
+        )
+
+
+_STEPS = 8
+"""Capacities tried between an even split and the budget."""
