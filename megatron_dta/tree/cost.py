@@ -179,7 +179,7 @@ def _from_rates(name: str, rates: _Rates, model: ModelConfig) -> CostModel:
 
 
 _H200 = _Rates(matrix=560e12, attention=540e12, memory=3.6e12, launch=6.8e-3, element=2)
-_CPU = _Rates(matrix=45e9, attention=8e9, memory=8e9, launch=1.2e-3, element=4)
+_CPU = _Rates(matrix=50e9, attention=31e9, memory=15e9, launch=2.8e-3, element=4)
 _MACHINES: dict[str, Callable[[ModelConfig], CostModel]] = {
     "h200": lambda model: _from_rates("h200", _H200, model),
     "cpu": lambda model: _from_rates("cpu", _CPU, model),

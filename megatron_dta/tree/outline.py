@@ -171,4 +171,4 @@ def _outline_of_runs(runs: Runs, starts: np.ndarray, is_source: np.ndarray) -> O
 
 def _sums(flags: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Count the flags of every node, int64 [N]."""
-    return np.add.reduceat(flags, start, dtype=np.int64) if len(start) else np.zeros(0, np.int64)
+    return np.bincount(np.searchsorted(start, np.flatnonzero(flags), side="right") - 1, minlength=len(start))

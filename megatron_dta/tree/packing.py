@@ -8,8 +8,10 @@ Shapes: N nodes of the outline, P pieces in preorder, K chunks.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappush, heapreplace
 
 import numpy as np
 
@@ -71,18 +73,41 @@ class Packing:
 
 def pack(outline: Outline, capacity: int, window: int | None) -> Packing:
     """Pack into chunks of at most `capacity` tokens, pushing the heavy tokens alone; at most `window` bins are open."""
-    heavy = np.clip(outline.size - capacity, 0, outline.length)
+
+    def bins(sizes: np.ndarray) -> list[list[int]]:
+        return _best_fit_decreasing(sizes, capacity) if window is None else _best_fit(sizes, capacity, window)
+
+    return _pack(outline, capacity, capacity, capacity, bins)
+
+
+def pack_evenly(outline: Outline, capacity: int, num_chunks: int, largest: int) -> Packing:
+    """Pack into about `num_chunks` chunks of alike size, at most `capacity` tokens each.
+
+    Subtrees of more than `largest` tokens are opened: small items balance better, and push more.
+    """
+    level = min(capacity, -(-outline.num_tokens // num_chunks))
+    num_heavy = int(np.clip(outline.size - largest, 0, outline.length).sum())
+    num_bins, for_heavy = max(1, num_chunks - num_heavy // level), num_heavy % level
+    return _pack(outline, capacity, largest, level, lambda sizes: _least_loaded(sizes, capacity, num_bins, for_heavy))
+
+
+def _pack(
+    outline: Outline, capacity: int, largest: int, level: int, bins_of: Callable[[np.ndarray], list[list[int]]]
+) -> Packing:
+    """Pack items of at most `largest` tokens as `bins_of` says; other tokens fill chunks up to `level`."""
+    heavy = np.clip(outline.size - largest, 0, outline.length)
     is_full = heavy == outline.length
     at_top = outline.parent < 0
     at_top[~at_top] = is_full[outline.parent[~at_top]]
     item = np.flatnonzero(at_top & ~is_full)
     owner = np.where(heavy[item] > 0, item, outline.parent[item])
     sizes = (outline.size - heavy)[item]
-    bins = _best_fit_decreasing(sizes, capacity) if window is None else _best_fit(sizes, capacity, window)
-    filler = _HeavyFiller(outline, heavy, owner, capacity)
+    filler = _HeavyFiller(outline, heavy, owner, level)
     item_chunk = np.zeros(len(item), np.int64)
-    for members in bins:
-        item_chunk[members] = filler.close(members, capacity - int(sizes[members].sum()))
+    bins = bins_of(sizes)
+    for number, members in enumerate(bins, 1):
+        room = (capacity if number == len(bins) else level) - int(sizes[members].sum())
+        item_chunk[members] = filler.close(members, max(room, 0))
     filler.finish()
     light = np.flatnonzero(~is_full)
     holder = np.searchsorted(item, light, side="right") - 1
@@ -116,6 +141,26 @@ def _best_fit(sizes: np.ndarray, capacity: int, window: int) -> list[list[int]]:
     while bins.free:
         closed.append(bins.close_fullest())
     return closed
+
+
+def _least_loaded(sizes: np.ndarray, capacity: int, num_bins: int, reserved: int) -> list[list[int]]:
+    """Put the largest first into the emptiest bin, a new one where it does not fit; bins come by their last items.
+
+    The last bin has `reserved` tokens of room for what can only run after all others.
+    """
+    order = np.argsort(-sizes, kind="stable").tolist()
+    emptiest: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(1, num_bins)]
+    last: list[int] = []
+    heappush(emptiest, (reserved, 0, last))
+    for i, size in zip(order, sizes[order].tolist()):
+        load, number, members = emptiest[0]
+        if load + size <= capacity:
+            members.append(i)
+            heapreplace(emptiest, (load + size, number, members))
+        else:
+            heappush(emptiest, (size, len(emptiest), [i]))
+    others = [members for _, number, members in emptiest if members and number > 0]
+    return sorted(others, key=max) + ([last] if last else [])
 
 
 class _Bins:

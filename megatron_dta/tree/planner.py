@@ -19,13 +19,16 @@ from megatron_dta.tree.layout import group_by
 from megatron_dta.tree.outline import Outline
 from megatron_dta.tree.packing import Prediction
 from megatron_dta.tree.plan import Plan
-from megatron_dta.tree.ranks import Packer, RankPacking
+from megatron_dta.tree.ranks import Packer, RankPacking, node_work
 from megatron_dta.tree.schedule import Slots, schedule
-from megatron_dta.tree.spread import lower_bound, spread
+from megatron_dta.tree.spread import lower_bound, moves_from, spread
 
 _ROUNDS = 3
 _EVALUATIONS = 96
-"""Ranks packed while searching, at least one round of all: what bounds planning time."""
+_TRIALS = 128
+"""Ranks packed while spreading, at least one round of all, and moves tried after: what bounds planning time."""
+_EVEN = 1.002
+"""Slowest over mean where no move is worth its search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ class BatchPlan:
     step_seconds: float
     """Predicted time until the last rank is done, waits inside groups included."""
     bound_seconds: float
-    """The largest work of a rank is at least this, in any spreading and with chunks that cost only their tokens."""
+    """No spreading has a slowest rank below this, even if every rank ran one full chunk without a push."""
     tree_tokens: int
     """Distinct tokens of the whole batch."""
     rank_tokens: np.ndarray
@@ -101,15 +104,7 @@ def plan_batch(outline: Outline, settings: Settings) -> BatchPlan:
         multiple=settings.multiple,
         state_limit=settings.state_limit,
     )
-    best: list[RankPacking] = []
-    factors = np.ones(settings.ranks)
-    for _ in range(1 if settings.ranks == 1 else max(1, min(_ROUNDS, _EVALUATIONS // settings.ranks))):
-        members = group_by(spread(outline, work, factors), settings.ranks)
-        packed = [packer.pack(sequences) for sequences in members]
-        if not best or _slowest(packed) < _slowest(best):
-            best = packed
-        # A rank's true cost over its work: chunks that are not full, pushes, contexts.
-        factors = np.array([p.prediction.seconds / p.work if p.work else 1.0 for p in packed])
+    best = _settle(packer, _spread(packer, settings))
     slots: list[Slots | None] = [None if len(p.sequences) else _ONE_SLOT for p in best]
     step_seconds = [p.prediction.seconds for p in best]
     if settings.together > 1:
@@ -119,19 +114,77 @@ def plan_batch(outline: Outline, settings: Settings) -> BatchPlan:
         predictions=tuple(p.prediction for p in best),
         seconds=np.array([p.prediction.seconds for p in best]),
         step_seconds=max(step_seconds),
-        bound_seconds=lower_bound(outline, work, settings.ranks),
+        bound_seconds=_bound(outline, work, settings),
         tree_tokens=outline.num_tokens,
         rank_tokens=np.array([p.num_tokens for p in best]),
     )
 
 
+def _bound(outline: Outline, work: np.ndarray, settings: Settings) -> float:
+    """Return the least time of the fullest rank in one call that costs its tokens and no more."""
+    call = settings.cost.chunk
+    return max(call.launch, call.fixed + lower_bound(outline, work, settings.ranks)) if outline.num_nodes else 0.0
+
+
 _ONE_SLOT = Slots(pushes=(0,))
 
 
-def node_work(outline: Outline, cost: CostModel) -> np.ndarray:
-    """Return the device time of every node's own tokens, forward and backward, float64 [N]."""
-    c = cost.chunk
-    return c.row * outline.length + c.pair * outline.pairs + c.source * outline.sources
+def _spread(packer: Packer, settings: Settings) -> list[RankPacking]:
+    """Spread by work, then by what packed ranks were found to take; by tokens too, where ranks have few chunks."""
+    outline, ranks = packer.outline, settings.ranks
+    best: list[RankPacking] = []
+
+    def attempt(weight: np.ndarray, factors: np.ndarray) -> list[RankPacking]:
+        nonlocal best
+        packed = [packer.pack(sequences) for sequences in group_by(spread(outline, weight, factors), ranks)]
+        if not best or _slowest(packed) < _slowest(best):
+            best = packed
+        return packed
+
+    packed = attempt(packer.work, np.ones(ranks))
+    for _ in range(min(_ROUNDS, _EVALUATIONS // ranks) - 1 if ranks > 1 else 0):
+        # A rank's true cost over its work: chunks that are not full, pushes, contexts.
+        factors = np.array([p.prediction.seconds / p.work if p.work else 1.0 for p in packed])
+        packed = attempt(packer.work, factors)
+    if ranks > 1 and max(p.num_chunks for p in best) in (2, 3):
+        attempt(outline.length.astype(np.float64), np.ones(ranks))
+    return best
+
+
+def _settle(packer: Packer, packed: list[RankPacking]) -> list[RankPacking]:
+    """Move subtrees off the slowest rank while packing both ranks anew shows that it helps.
+
+    Loads are proportional to work, packed ranks are not: one token too many makes a chunk more.
+    """
+    packed, outline, work = list(packed), packer.outline, packer.work
+    rank_of = np.zeros(len(outline.last), np.int64)
+    for rank, p in enumerate(packed):
+        rank_of[p.sequences] = rank
+    trials = min(4 * len(packed), _TRIALS) if len(packed) > 1 else 0
+    while trials > 0:
+        seconds = np.array([p.prediction.seconds for p in packed])
+        factors = np.array([p.prediction.seconds / p.work if p.work else 1.0 for p in packed])
+        full = int(seconds.argmax())
+        if seconds[full] <= _EVEN * seconds.mean():
+            break
+        capacity = packed[full].capacity
+        excess = (packed[full].num_tokens - 1) % capacity + 1
+        per_token = packed[full].work / max(packed[full].num_tokens, 1)
+        options = moves_from(outline, work, rank_of, seconds, factors, full)
+        options += moves_from(outline, work, rank_of, seconds, factors, full, least=excess * per_token)
+        for move in sorted(set(options), key=lambda move: move.worst):
+            trials -= 1
+            moving = move.sequences(outline, rank_of, full)
+            target = packed[move.target]
+            given = packer.pack(np.setdiff1d(packed[full].sequences, moving, assume_unique=True))
+            taken = packer.pack(np.union1d(target.sequences, moving))
+            if max(given.prediction.seconds, taken.prediction.seconds) < seconds[full] * (1 - 1e-6):
+                packed[full], packed[move.target] = given, taken
+                rank_of[moving] = move.target
+                break
+        else:
+            break
+    return packed
 
 
 def _slowest(packed: list[RankPacking]) -> float:
@@ -144,15 +197,24 @@ def _align(packer: Packer, packed: list[RankPacking], settings: Settings):
     slots: list[Slots | None] = []
     seconds: list[float] = []
     for start in range(0, len(packed), settings.together):
-        own = packed[start : start + settings.together]
-        num_slots = max(1, *(p.num_chunks for p in own))
-        even = [packer.balanced(p, num_slots) for p in own]
-        own = min(own, even, key=lambda group: _group_seconds(group, num_slots))
+        own, num_slots = _alike(packer, packed[start : start + settings.together])
         pushes = np.max([_pushes_before(p.prediction, num_slots) for p in own], axis=0)
         aligned += own
         slots += [Slots(pushes=tuple(np.diff(pushes, prepend=0).tolist()))] * len(own)
         seconds.append(_group_seconds(own, num_slots))
     return aligned, slots, seconds
+
+
+def _alike(packer: Packer, group: list[RankPacking]) -> tuple[list[RankPacking], int]:
+    """Choose how many chunks the ranks of a group run, and pack them evenly if that is faster for all."""
+    most = max(1, *(p.num_chunks for p in group))
+    fewest = max(1, *(-(-p.num_tokens // max(p.capacity, 1)) for p in group))
+    choices = [(group, most)]
+    for num_slots in range(fewest, most + 2):
+        even = [packer.balanced(p, num_slots) for p in group]
+        if max(p.num_chunks for p in even) <= num_slots:
+            choices.append((even, num_slots))
+    return min(choices, key=lambda choice: _group_seconds(*choice))
 
 
 def _pushes_before(prediction: Prediction, num_slots: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from megatron_dta.tree.cost import CostModel
 from megatron_dta.tree.cuts import capacity_of
 from megatron_dta.tree.improve import best_packing
 from megatron_dta.tree.outline import Outline
-from megatron_dta.tree.packing import Prediction, pack, predict
+from megatron_dta.tree.packing import Prediction, pack, pack_evenly, predict
 from megatron_dta.tree.spread import bins, loads
 
 
@@ -56,31 +56,41 @@ class Packer:
         """Pack some sequences, int [n], as fast as is found."""
         outline = self.outline.part_of(sequences)
         capacity = capacity_of(outline.num_tokens, self.budget, self.multiple)
-        packing, prediction = best_packing(outline, self.cost, capacity, self.multiple, self.state_limit)
+        if outline.num_tokens <= capacity:
+            packing = pack(outline, capacity, None)
+            prediction = predict(packing, self.cost, capacity, self.multiple)
+        else:
+            packing, prediction = best_packing(outline, self.cost, capacity, self.multiple, self.state_limit)
         length, chunk = packing.runs()
         shared = self._packed(
             outline, sequences, np.zeros(len(sequences), np.int64), length, chunk, capacity, prediction
         )
-        copied = self._copied(outline, sequences, capacity) if len(prediction.push_rows) else None
+        if self._least_copying(outline, capacity) >= prediction.push_seconds.sum():
+            return shared
+        copied = self._copied(outline, sequences, capacity)
         return copied if copied is not None and copied.prediction.seconds < prediction.seconds else shared
 
     def balanced(self, packed: RankPacking, num_chunks: int) -> RankPacking:
-        """Pack a rank again into `num_chunks` chunks of about equal size, where a smaller capacity gives that.
-
-        A rank that copies prefixes, or whose tokens do not make so many chunks, stays as it is.
-        """
-        if packed.parts.any() or packed.num_chunks == 0 or packed.num_tokens < num_chunks:
-            return packed
+        """Pack a rank again into `num_chunks` chunks of about equal size; as it is, where that is not possible."""
         outline = self.outline.part_of(packed.sequences)
-        least = -(-packed.num_tokens // num_chunks)
-        for step in range(_STEPS):
-            size = least + (packed.capacity - least) * step // _STEPS
-            capacity = -(-size // self.multiple) * self.multiple
-            found = pack(outline, capacity, None)
-            if found.num_chunks <= num_chunks:
-                prediction = predict(found, self.cost, capacity, self.multiple)
-                return self._packed(outline, packed.sequences, packed.parts, *found.runs(), capacity, prediction)
-        return packed
+        level = -(-outline.num_tokens // num_chunks)
+        found = []
+        for largest in (level, level // 2, level // 4, level // 8):
+            packing = pack_evenly(outline, packed.capacity, num_chunks, max(largest, 1))
+            if packing.num_chunks <= num_chunks:
+                found.append((packing, predict(packing, self.cost, packed.capacity, self.multiple)))
+        if not found or packed.num_chunks == 0:
+            return packed
+        # The other ranks wait for the largest chunk as often as there are chunks.
+        packing, prediction = min(found, key=lambda f: num_chunks * f[1].chunk_seconds.max() + f[1].push_seconds.sum())
+        one_part = np.zeros_like(packed.parts)
+        return self._packed(outline, packed.sequences, one_part, *packing.runs(), packed.capacity, prediction)
+
+    def _least_copying(self, outline: Outline, capacity: int) -> float:
+        """Return device time that copying costs at least: a tree in k chunks has its first node k times."""
+        root = np.flatnonzero(outline.parent < 0)
+        copies = -(-outline.size[root] // capacity) - 1
+        return float((copies * node_work(outline, self.cost)[root]).sum())
 
     def _copied(self, outline: Outline, sequences: np.ndarray, capacity: int) -> RankPacking | None:
         """Give every chunk copies of the prefixes it needs, so that nothing is pushed; None where a path is too long.
@@ -123,5 +133,7 @@ class Packer:
         )
 
 
-_STEPS = 8
-"""Capacities tried between an even split and the budget."""
+def node_work(outline: Outline, cost: CostModel) -> np.ndarray:
+    """Return the device time of every node's own tokens, forward and backward, float64 [N]."""
+    c = cost.chunk
+    return c.row * outline.length + c.pair * outline.pairs + c.source * outline.sources

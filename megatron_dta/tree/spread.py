@@ -11,7 +11,7 @@ Shapes: N nodes, S sequences, R ranks. Loads are sums of a given work per node.
 import itertools
 import math
 from bisect import bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -168,7 +168,10 @@ def _filled_by(outline, work, num_ranks, factors, limit: float, per_rank: int) -
 
 
 def bins(outline: Outline, capacity: int) -> np.ndarray | None:
-    """Put the sequences into few bins whose paths' union has at most `capacity` tokens, int64 [S]; None if one has more."""
+    """Put sequences into few bins, int64 [S]; the paths of a bin have at most `capacity` tokens in their union.
+
+    None where one path is longer.
+    """
     length = outline.length.astype(np.float64)
     if len(outline.last) == 0 or path_work(outline, length).max() > capacity:
         return None
@@ -206,36 +209,36 @@ class _Units:
 def _units(outline: Outline, work: np.ndarray, bundle: float) -> _Units:
     """Open every subtree of more work than `bundle`; bundle its small children."""
     so_far = np.concatenate([[0.0], np.cumsum(work)])
-    total = _subtree_work(outline, work)
-    first_child, child = outline.children
+    total, end = _subtree_work(outline, work).tolist(), outline.end.tolist()
+    first_child, child = (values.tolist() for values in outline.children)
+    own, before = work.tolist(), so_far.tolist()
     units = _Units()
-    waiting = [(0, np.flatnonzero(outline.parent < 0))]
+    waiting = [(0, np.flatnonzero(outline.parent < 0).tolist())]
     while waiting:
         unit, nodes = waiting.pop()
-        opened, groups = [], _bundles(total[nodes], bundle)
-        for start, stop in groups:
-            node, end = int(nodes[start]), int(outline.end[nodes[stop - 1]])
-            below = child[first_child[node] : first_child[node + 1]]
-            is_open = stop - start == 1 and len(below) > 0 and total[node] > bundle
-            opened.append(
-                units.add(node, end, float(work[node]) if is_open else 0.0, float(so_far[end] - so_far[node]))
-            )
+        opened = []
+        for start, stop in _bundles([total[node] for node in nodes], bundle):
+            first, last_end = nodes[start], end[nodes[stop - 1]]
+            below = child[first_child[first] : first_child[first + 1]]
+            is_open = stop - start == 1 and len(below) > 0 and total[first] > bundle
+            opened.append(units.add(first, last_end, own[first] if is_open else 0.0, before[last_end] - before[first]))
             if is_open:
                 waiting.append((opened[-1], below))
         units.children[unit] = opened
-    units.total[0] = float(so_far[-1])
+    units.total[0] = before[-1]
     return units
 
 
-def _bundles(totals: np.ndarray, bundle: float) -> list[tuple[int, int]]:
-    """Group neighbours: a large one alone, small ones up to about `bundle`."""
-    if len(totals) == 1:
-        return [(0, 1)]
-    large = totals > bundle
-    number = np.floor((np.cumsum(totals) - totals / 2) / max(bundle, 1e-300)) if bundle > 0 else np.arange(len(totals))
-    starts = np.concatenate([[True], (number[1:] != number[:-1]) | large[1:] | large[:-1]])
-    bounds = np.append(np.flatnonzero(starts), len(totals)).tolist()
-    return list(zip(bounds[:-1], bounds[1:]))
+def _bundles(totals: list[float], bundle: float) -> Iterator[tuple[int, int]]:
+    """Group neighbours: a large one alone, small ones up to `bundle`."""
+    start, size = 0, 0.0
+    for at, total in enumerate(totals):
+        if at > start and size + total > bundle:
+            yield start, at
+            start, size = at, 0.0
+        size += total
+    if totals:
+        yield start, len(totals)
 
 
 class _Filling:
@@ -318,7 +321,7 @@ def _no_empty_rank(outline, work, num_ranks, rank_of) -> np.ndarray:
         return rank_of
     load = loads(outline, work, rank_of, num_ranks)
     path = path_work(outline, work)
-    members = {rank: own for rank, own in enumerate(group_by(rank_of, num_ranks))}
+    members = dict(enumerate(group_by(rank_of, num_ranks)))
     for empty in np.flatnonzero(counts == 0).tolist():
         full = int(np.argmax(np.where(counts > 1, load, -1.0)))
         own = members[full]
@@ -337,45 +340,71 @@ def polish(outline: Outline, work: np.ndarray, rank_of: np.ndarray, factors: np.
 
     A rank's load is its work times its factor. Never worse; a rank keeps at least one sequence.
     """
-    rank_of, num_ranks = rank_of.copy(), len(factors)
-    load = loads(outline, work, rank_of, num_ranks) * factors
+    rank_of = rank_of.copy()
+    load = loads(outline, work, rank_of, len(factors)) * factors
     for _ in range(moves):
         full = int(load.argmax())
-        best = None
-        held = _held(outline, rank_of == full)
-        for target in np.argsort(load, kind="stable")[:_TARGETS].tolist():
-            if target != full:
-                found = _best_move(outline, work, held, _held(outline, rank_of == target), load, factors, full, target)
-                best = found if best is None or found[0] < best[0] else best
-        if best is None or best[0] >= load[full] * (1 - 1e-9):
+        options = moves_from(outline, work, rank_of, load, factors, full)
+        best = min(options, key=lambda move: move.worst, default=None)
+        if best is None or best.worst >= load[full] * (1 - 1e-9):
             break
-        _, node, target, after_full, after_target = best
-        inside = (rank_of == full) & (outline.last >= node) & (outline.last < outline.end[node])
-        rank_of[inside] = target
-        load[[full, target]] = after_full, after_target
+        rank_of[best.sequences(outline, rank_of, full)] = best.target
+        load[[full, best.target]] = best.after_full, best.after_target
     return rank_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A subtree that leaves the fullest rank, with the loads of both ranks after it."""
+
+    node: int
+    target: int
+    after_full: float
+    after_target: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.after_full, self.after_target)
+
+    def sequences(self, outline: Outline, rank_of: np.ndarray, full: int) -> np.ndarray:
+        """Return the sequences that move."""
+        inside = (outline.last >= self.node) & (outline.last < outline.end[self.node])
+        return np.flatnonzero(inside & (rank_of == full))
+
+
+def moves_from(outline, work, rank_of, load, factors, full: int, least: float = 0.0) -> list[Move]:
+    """Return for each of the emptiest ranks the move from `full` that leaves the two lowest.
+
+    Only moves that take at least `least` work from the rank are looked at.
+    """
+    held = _held(outline, rank_of == full)
+    inner = outline.parent >= 0
+    above = np.where(inner, held[outline.parent], np.iinfo(held.dtype).max)
+    # The top of a path that only these sequences use; the rank keeps others.
+    node = np.flatnonzero((held > 0) & (above > held) & (held < held[~inner].sum()))
+    saved = _subtree_work(outline, work * (held > 0))[node]
+    node, saved = node[saved >= least], saved[saved >= least]
+    found = []
+    for target in np.argsort(load, kind="stable")[: _TARGETS + 1].tolist():
+        if target == full or not len(node):
+            continue
+        missing = work * (_held(outline, rank_of == target) == 0)
+        path = path_work(outline, missing) - missing
+        added = (_subtree_work(outline, missing * (held > 0)) + path)[node]
+        after_full, after_target = load[full] - saved * factors[full], load[target] + added * factors[target]
+        at = int(np.maximum(after_full, after_target).argmin())
+        found.append(
+            Move(
+                node=int(node[at]),
+                target=target,
+                after_full=float(after_full[at]),
+                after_target=float(after_target[at]),
+            )
+        )
+    return found
 
 
 def _held(outline: Outline, chosen: np.ndarray) -> np.ndarray:
     """Count the chosen sequences below every node, int64 [N]."""
     so_far = np.concatenate([[0], np.cumsum(np.bincount(outline.last[chosen], minlength=outline.num_nodes))])
     return so_far[outline.end] - so_far[:-1]
-
-
-def _best_move(outline, work, held, other, load, factors, full: int, target: int):
-    """Return (larger load of the two, node, target, load of full, load of target) after the best move."""
-    inner = outline.parent >= 0
-    num_held = int(held[~inner].sum())
-    above = np.where(inner, held[outline.parent], held.max(initial=0) + 1)
-    # The top of a path that only these sequences use; the rank keeps others.
-    node = np.flatnonzero((held > 0) & (above > held) & (held < num_held))
-    saved = _subtree_work(outline, work * (held > 0))[node] * factors[full]
-    missing = work * (other == 0)
-    path = path_work(outline, missing) - missing
-    added = (_subtree_work(outline, missing * (held > 0)) + path)[node] * factors[target]
-    after_full, after_target = load[full] - saved, load[target] + added
-    worst = np.maximum(after_full, after_target)
-    if not len(node):
-        return math.inf, -1, target, 0.0, 0.0
-    at = int(worst.argmin())
-    return float(worst[at]), int(node[at]), target, float(after_full[at]), float(after_target[at])
