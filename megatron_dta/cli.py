@@ -45,6 +45,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dtype", default="bf16", choices=("bf16", "fp32", "fp64"))
     plan.add_argument("--json", metavar="FILE", help="also write the statistics as JSON")
     plan.set_defaults(run=_plan)
+    profile = commands.add_parser("profile", help="measure calls of a model on this machine, for planning by time")
+    profile.add_argument("config", help="the training TOML; its model and engine matter, rollouts are not read")
+    profile.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the config")
+    profile.add_argument("--out", metavar="FILE", default="outputs/cost_model.json", help="by default %(default)s")
+    profile.add_argument("--repeats", type=int, default=3, metavar="N", help="the median of N timings counts")
+    profile.set_defaults(run=_profile)
     return parser
 
 
@@ -104,4 +110,14 @@ def _plan(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         json_file=args.json,
     )
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from megatron_dta.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from megatron_dta.profile_command import run_profile
+
+    run_profile(config, args.out, args.repeats)
     return 0

@@ -58,6 +58,10 @@ class EngineSection:
     """reference, segment or flash4; by default flash4 for bf16 on a GPU, else segment."""
     recompute: str = "none"
     """none, core_attention or full."""
+    cost_model: str | None = None
+    """What calls take on this machine: a file that `profile` wrote, h200 or cpu; by default what the device is."""
+    state_limit: int | None = None
+    """Cached states, in tokens, that plans should keep within where they can; absent: the fastest plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,7 @@ class Config:
             ("data.groups_per_step", self.data.groups_per_step, 1),
             ("rl.inner_epochs", self.rl.inner_epochs, 1),
             ("train.steps", self.train.steps, 1),
+            ("engine.state_limit", self.engine.state_limit, 1),
             ("optimizer.warmup_updates", self.optimizer.warmup_updates, 0),
             ("optimizer.lr", self.optimizer.lr, 0),
             ("optimizer.min_lr", self.optimizer.min_lr, 0),

@@ -16,6 +16,11 @@ def quiet_host() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 
+def only_rank(rank: int) -> None:
+    """Keep all ranks but the first silent, and their progress lines away."""
+    _CONSOLE.quiet = rank > 0
+
+
 def say(message: str) -> None:
     """Print one line to standard error."""
     _CONSOLE.print(message, highlight=False, markup=False, soft_wrap=True)

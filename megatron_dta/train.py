@@ -12,19 +12,32 @@ import numpy as np
 from megatron_dta.checkpoint.hf_files import save_hf
 from megatron_dta.checkpoint.open_model import open_model
 from megatron_dta.config import Config, EngineSection, RLSection
+from megatron_dta.control.plane import ControlPlane, Share
 from megatron_dta.data.rollouts import read_rollouts
 from megatron_dta.data.samples import Sample
+from megatron_dta.engine.batch import Scope, merged_metrics, sample_advantages
 from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine
 from megatron_dta.engine.optimizer import MasterAdamW
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.model import TreeModel
-from megatron_dta.progress import TrainProgress, peak_memory_gib, say
+from megatron_dta.mcore.parallel import sum_over_replicas
+from megatron_dta.processes import Processes, joined
+from megatron_dta.progress import TrainProgress, only_rank, peak_memory_gib, say
 from megatron_dta.rl import objectives
 from megatron_dta.rl.terms import Objective
+from megatron_dta.tree.cost import default_cost, open_cost
+from megatron_dta.tree.plan import Plan
+from megatron_dta.tree.planner import Settings, build_plan
 
 
 def train(config: Config) -> list[dict[str, Any]]:
-    """Run a training job; return its records, one per update, as written to metrics.jsonl."""
+    """Run a training job; return its records, one per update, as rank 0 writes them to metrics.jsonl."""
+    with joined() as processes:
+        only_rank(processes.launch.rank)
+        return _train(config, processes)
+
+
+def _train(config: Config, processes: Processes) -> list[dict[str, Any]]:
     model, raw_config = open_model(
         hf_folder=config.model.hf_folder,
         hf_config=config.model.hf_config,
@@ -41,74 +54,151 @@ def train(config: Config) -> list[dict[str, Any]]:
         vocab_size=model.model_config.vocab_size,
         on_warning=say,
     )
+    rank, size = processes.launch.rank, processes.launch.size
     engine = make_engine(model, config.engine, config.rl.temperature)
     objective = make_objective(config.rl)
     groups = group_samples(samples)
     per_epoch = -(-len(groups) // config.data.groups_per_step)
     steps = config.train.steps or per_epoch
     optimizer = MasterAdamW(model, config.optimizer, total_updates=steps * config.rl.inner_epochs)
-    say(f"{len(samples)} samples in {len(groups)} groups; {steps} steps; {describe(engine)}")
+    plane = ControlPlane(processes.communicator, processes.planner, settings_of(engine, size))
+    say(f"{len(samples)} samples in {len(groups)} groups; {steps} steps; {size} rank(s); {describe(engine)}")
     batches = shuffled_batches(groups, config.data.groups_per_step, config.data.shuffle_seed)
     records = []
-    with open_metrics(config.train.output) as log, TrainProgress(steps * config.rl.inner_epochs) as progress:
+    with (
+        open_metrics(config.train.output if rank == 0 else None) as log,
+        TrainProgress(steps * config.rl.inner_epochs) as progress,
+    ):
+        submit(plane, next(batches)[rank::size], objective)
         for step in range(steps):
-            for record in train_step(engine, optimizer, next(batches), objective, config.rl):
+            share = plane.collect()
+            if step + 1 < steps:
+                submit(plane, next(batches)[rank::size], objective)  # planned while this step trains
+            for record in train_step(engine, optimizer, plane, share, objective, config.rl):
                 record = {"step": step, "update": optimizer.num_updates, **record}
                 records.append(record)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
                 progress.show(record)
-    if config.train.output:
+    if config.train.output and rank == 0:
         save_hf(model, Path(config.train.output) / "model", raw_config, source=config.model.hf_folder)
         say(f"weights: {Path(config.train.output) / 'model'}; metrics: {Path(config.train.output) / 'metrics.jsonl'}")
+    processes.communicator.barrier()  # nobody leaves while rank 0 writes
     return records
 
 
+def submit(plane: ControlPlane, samples: Sequence[Sample], objective: Objective) -> None:
+    """Hand in this rank's samples of the next batch, with advantages from the whole of their groups."""
+    if objective.needs_advantages:
+        outcomes, start = plane.outcomes(samples)
+        own = sample_advantages(outcomes)[start : start + len(samples)]
+        samples = [replace(s, advantage=a) if s.advantage is None else s for s, a in zip(samples, own)]
+    plane.submit(samples)
+
+
 def train_step(
-    engine: TreeEngine | FlatEngine, optimizer: MasterAdamW, samples: list[Sample], objective: Objective, rl: RLSection
+    engine: TreeEngine | FlatEngine,
+    optimizer: MasterAdamW,
+    plane: ControlPlane,
+    share: Share,
+    objective: Objective,
+    rl: RLSection,
 ) -> Iterator[dict[str, Any]]:
-    """Train `rl.inner_epochs` times on one batch; yield a record after each update.
+    """Train `rl.inner_epochs` times on this rank's share of a batch; yield the whole step's record after each update.
 
     A batch without a trained token changes nothing: its record says `skipped`. With one inner epoch, rollouts without
     old log-probs are on-policy; with more, the policy before the first update is theirs.
     """
+    start = time.perf_counter()
+    plan = rank_plan(engine, share)
+    samples, scope = share.samples, Scope(num_terms=share.num_terms, num_trained=share.num_trained)
+    waits = {"plan_seconds": share.plan_seconds, "plan_wait_seconds": share.wait_seconds}
+    waits |= {"plan_build_seconds": time.perf_counter() - start, "imbalance_predicted": share.forecast.imbalance}
     if rl.inner_epochs > 1 and objective.needs_advantages:
-        samples = with_old_logprobs(engine, samples)
+        samples = with_old_logprobs(engine, samples, plan)
     for inner_epoch in range(rl.inner_epochs):
         start = time.perf_counter()
-        result = engine.train_batch(samples, objective)
-        update = optimizer.step() if result.num_terms else {"skipped": True}
-        yield {"inner_epoch": inner_epoch, **record_of(result, samples, time.perf_counter() - start), **update}
+        result = engine.train_batch(samples, objective, scope=scope, plan=plan)
+        sum_over_replicas(optimizer.main_grads)
+        update = optimizer.step() if scope.num_terms else {"skipped": True}
+        parts = plane.gather_numbers(numbers_of(result, samples))
+        yield {
+            "inner_epoch": inner_epoch,
+            **record_of(parts, scope, time.perf_counter() - start),
+            **(waits if inner_epoch == 0 else {}),
+            **update,
+        }
 
 
-def with_old_logprobs(engine: TreeEngine | FlatEngine, samples: list[Sample]) -> list[Sample]:
-    """Fill in missing old log-probs from the policy as it is now."""
-    if all(s.old_logprobs is not None for s in samples):
-        return samples
-    swept = engine.forward_batch(samples)
+def rank_plan(engine: TreeEngine | FlatEngine, share: Share) -> Plan | None:
+    """Build the plan of this rank's share; the flat engine has none."""
+    if isinstance(engine, FlatEngine):
+        return None
+    columns = zip(*((s.tokens, s.loss_mask, s.identity) for s in share.samples))
+    tokens, masks, identities = columns if share.samples else ((), (), ())
+    return build_plan(share.task, tokens, masks, identities, multiple=engine.multiple)
+
+
+def with_old_logprobs(
+    engine: TreeEngine | FlatEngine, samples: list[Sample], plan: Plan | None = None
+) -> list[Sample]:  # fmt: skip
+    """Fill in missing old log-probs from the policy as it is now.
+
+    A rank whose samples have them all sweeps too: others may be waiting for it inside the model.
+    """
+    swept = engine.forward_batch(samples, plan=plan)
     return [replace(s, old_logprobs=new) if s.old_logprobs is None else s for s, new in zip(samples, swept)]
 
 
-def record_of(result: StepResult, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """Return what users watch of one pass, as plain numbers."""
-    rewards = [s.reward for s in samples if s.reward is not None]
+def numbers_of(result: StepResult, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return what one rank's part of a step adds to its record."""
+    rewards = [float(s.reward) for s in samples if s.reward is not None]
     response = [int(s.loss_mask.sum()) for s in samples]
     return {
-        **result.metrics,
-        **({"reward": float(np.mean(rewards))} if rewards else {}),
+        "totals": result.totals,
+        "reward_sum": sum(rewards),
+        "num_rewards": len(rewards),
         "num_samples": len(samples),
-        "trained_tokens": result.num_terms,
-        "response_tokens_mean": float(np.mean(response)),
-        "response_tokens_max": max(response),
+        "response_tokens": sum(response),
+        "response_tokens_max": max(response, default=0),
         "sequence_tokens": result.sequence_tokens,
         "executed_tokens": result.executed_tokens,
         "pushed_tokens": result.pushed_tokens,
-        "reuse": result.sequence_tokens / max(result.executed_tokens, 1),
-        "seconds": seconds,
-        "sequence_tokens_per_second": result.sequence_tokens / seconds,
-        "tree_tokens_per_second": result.executed_tokens / seconds,
         "memory_gib": peak_memory_gib(),
     }
+
+
+def record_of(parts: Sequence[dict[str, Any]], scope: Scope, seconds: float) -> dict[str, Any]:
+    """Return what users watch of one pass over a batch, from the numbers of all ranks."""
+
+    def total(name: str) -> Any:
+        return sum(part[name] for part in parts)
+
+    rewards, executed = total("num_rewards"), total("executed_tokens")
+    return {
+        **merged_metrics([part["totals"] for part in parts], scope.num_terms),
+        **({"reward": total("reward_sum") / rewards} if rewards else {}),
+        "num_samples": total("num_samples"),
+        "trained_tokens": scope.num_terms,
+        "response_tokens_mean": total("response_tokens") / max(total("num_samples"), 1),
+        "response_tokens_max": max(part["response_tokens_max"] for part in parts),
+        "sequence_tokens": total("sequence_tokens"),
+        "executed_tokens": executed,
+        "pushed_tokens": total("pushed_tokens"),
+        "reuse": total("sequence_tokens") / max(executed, 1),
+        "seconds": seconds,
+        "sequence_tokens_per_second": total("sequence_tokens") / seconds,
+        "tree_tokens_per_second": executed / seconds,
+        "memory_gib": max(part["memory_gib"] for part in parts),
+    }
+
+
+def settings_of(engine: TreeEngine | FlatEngine, ranks: int) -> Settings:
+    """Return what plans for this engine have to fit, on `ranks` data-parallel ranks."""
+    if isinstance(engine, TreeEngine):
+        return replace(engine.settings, ranks=ranks)
+    machine = "h200" if engine.model.output_weight().is_cuda else "cpu"
+    return Settings(cost=default_cost(engine.model.model_config, machine), ranks=ranks)
 
 
 def make_engine(model: TreeModel, engine: EngineSection, temperature: float) -> TreeEngine | FlatEngine:
@@ -116,7 +206,13 @@ def make_engine(model: TreeModel, engine: EngineSection, temperature: float) -> 
     if engine.mode == "flat":
         return FlatEngine(model, temperature=temperature)
     return TreeEngine(
-        model, budget=engine.budget, multiple=engine.padding, backend=engine.attention, temperature=temperature
+        model,
+        budget=engine.budget,
+        multiple=engine.padding,
+        backend=engine.attention,
+        temperature=temperature,
+        cost=open_cost(engine.cost_model, model.model_config) if engine.cost_model else None,
+        state_limit=engine.state_limit,
     )
 
 

@@ -8,8 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dta.attention.mask import TreeMask, tree_mask
+from megatron_dta.tree.budget import capacity_of
 from megatron_dta.tree.forest import Forest, build_forest
-from megatron_dta.tree.plan import Call
+from megatron_dta.tree.plan import Call, Plan
+from megatron_dta.tree.schedule import schedule
+from tools.bench.baselines import aligned_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,13 @@ def broom(prefix: int, num_leaves: int, leaf: int) -> list[np.ndarray]:
     """Return a long shared prefix with `num_leaves` branches of `leaf` tokens."""
     path = np.arange(prefix, dtype=np.int32)
     return [np.concatenate([path, np.full(leaf, i, np.int32)]) for i in range(num_leaves)]
+
+
+def make_plan(forest: Forest, budget: int | str, *, multiple: int = 1, in_flight: int = 1) -> Plan:
+    """Plan a forest with aligned cuts, which need no cost model: small budgets give many odd chunks."""
+    capacity = capacity_of(forest.num_tokens, budget, multiple)
+    chunk_of = aligned_cuts(forest, capacity)
+    return schedule(forest, chunk_of, capacity=capacity, multiple=multiple, in_flight=in_flight)
 
 
 def visible_pairs(forest: Forest, call: Call) -> np.ndarray:

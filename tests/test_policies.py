@@ -27,7 +27,9 @@ ALLOWED = {
     "data": STDLIB | NUMPY | own("errors", "data"),
     "rl": STDLIB | TORCH | own("rl"),
     "attention": STDLIB | NUMPY | TORCH | own("errors", "tree", "attention"),
+    "control": STDLIB | NUMPY | own("errors", "tree", "data", "control"),
 }
+ALSO_ALLOWED = {"attention/flash4.py": FLASH4, "control/mpi.py": {"mpi4py"}, "control/gloo.py": TORCH}
 FORBIDDEN = {
     "mcore": own("engine", "train", "checkpoint", "cli", "config", "verify", "data"),
     "engine": own("checkpoint", "train", "cli", "verify", "verify_command", "plan_command"),
@@ -67,7 +69,7 @@ def files_in(folder: str) -> list[Path]:
 @pytest.mark.parametrize("folder", ALLOWED)
 def test_folder_imports_only_what_it_may(folder):
     for file in files_in(folder):
-        allowed = ALLOWED[folder] | (FLASH4 if file.name == "flash4.py" else set())
+        allowed = ALLOWED[folder] | ALSO_ALLOWED.get(file.relative_to(ROOT / "megatron_dta").as_posix(), set())
         foreign = [module for module in imports(file) if not is_in(module, allowed)]
         assert not foreign, name_of(file)
 
@@ -90,6 +92,13 @@ def test_planning_reaches_no_torch(module):
 def test_flash4_imports_its_package_when_it_runs():
     top_level = imports(ROOT / "megatron_dta/attention/flash4.py", top_level=True)
     assert not [module for module in top_level if is_in(module, FLASH4)]
+
+
+def test_control_starts_neither_mpi_nor_torch_when_it_is_imported():
+    for file in files_in("control"):
+        # communicators are imported where one is made
+        foreign = {"mpi4py"} | own("control.mpi", "control.gloo") | (TORCH if file.name != "gloo.py" else set())
+        assert not [module for module in imports(file, top_level=True) if is_in(module, foreign)], name_of(file)
 
 
 def test_only_mcore_imports_megatron():

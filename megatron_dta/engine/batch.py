@@ -5,6 +5,7 @@ Shapes: S sequences, M terms (ordered by sequence, then position).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,22 @@ class TermIndex:
     """int32 [M]: position of the predicted token in its sequence."""
     bounds: np.ndarray
     """int64 [S + 1]: the terms of sequence i are bounds[i] .. bounds[i + 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What a whole step holds, over all ranks: the denominators of losses and means."""
+
+    num_terms: int
+    """Trained tokens, counted once per sequence that trains them."""
+    num_trained: int
+    """Sequences that train a token."""
+
+
+def scope_of(samples: Sequence[Sample]) -> Scope:
+    """Count a step that these samples make up alone."""
+    counts = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
+    return Scope(num_terms=sum(counts), num_trained=sum(count > 0 for count in counts))
 
 
 def check_arrays(sample: Sample) -> None:
@@ -64,11 +81,15 @@ class TermData:
         samples: Sequence[Sample],
         index: TermIndex,
         objective: Objective,
+        scope: Scope,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """Raise UsageError where the objective needs rewards, advantages or reference log-probs that are missing."""
-        self.num_terms = len(index.sequence)
+        """Take a rank's samples of a step of the given scope.
+
+        Raises UsageError where the objective needs rewards, advantages or reference log-probs that are missing.
+        """
+        self.num_terms, self.scope = len(index.sequence), scope
         self.logprobs = torch.full((self.num_terms,), torch.nan, dtype=dtype, device=device)
         """[M]: what the pass over the step has computed so far."""
 
@@ -77,7 +98,7 @@ class TermData:
 
         sequences = torch.from_numpy(index.sequence.astype(np.int64))
         self.sequences = sequences.to(device)
-        self.weights = on_device(term_weights(sequences, len(samples), objective.normalizer))
+        self.weights = on_device(term_weights(sequences, scope.num_terms, scope.num_trained, objective.normalizer))
         self.advantages = on_device(_advantages(samples, index, objective))
         self.old_logprobs = on_device(per_term([s.old_logprobs for s in samples], index, np.nan))
         self.ref_logprobs = _ref_logprobs(samples, index, objective, on_device)
@@ -173,7 +194,26 @@ class Totals:
         for name, part in loss.maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], part) if name in self.maxima else part
 
-    def metrics(self, num_terms: int) -> dict[str, float]:
-        """Return the loss, means over trained tokens, and maxima, as numbers of their own."""
-        means = {name: float(part) / max(num_terms, 1) for name, part in self.sums.items()}
-        return {"loss": float(self.value), **means, **{name: float(part) for name, part in self.maxima.items()}}
+    def numbers(self) -> dict[str, Any]:
+        """Return all parts as plain numbers, which `merged_metrics` puts together."""
+        return {
+            "value": float(self.value),
+            "sums": {name: float(part) for name, part in self.sums.items()},
+            "maxima": {name: float(part) for name, part in self.maxima.items()},
+        }
+
+
+def merged_metrics(parts: Sequence[dict[str, Any]], num_terms: int) -> dict[str, float]:
+    """Return a step's loss, means over its trained tokens, and maxima, from the numbers of every rank.
+
+    A rank without a trained token has no sums and no maxima: it adds nothing.
+    """
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for part in parts:
+        for name, value in part["sums"].items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in part["maxima"].items():
+            maxima[name] = max(maxima.get(name, value), value)
+    means = {name: value / max(num_terms, 1) for name, value in sums.items()}
+    return {"loss": sum(part["value"] for part in parts), **means, **maxima}

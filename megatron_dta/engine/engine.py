@@ -7,31 +7,44 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_dta.attention.api import Backend, get_backend
 from megatron_dta.data.samples import Sample
-from megatron_dta.engine.batch import TermData, TermIndex, Totals, check_arrays, per_sequence, term_index
+from megatron_dta.engine.batch import (
+    Scope,
+    TermData,
+    TermIndex,
+    Totals,
+    check_arrays,
+    merged_metrics,
+    per_sequence,
+    scope_of,
+    term_index,
+)
 from megatron_dta.engine.executor import Executor, Grads, as_index, backward
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.head import edge_logprobs
 from megatron_dta.mcore.model import TreeModel
 from megatron_dta.mcore.params import Mode
 from megatron_dta.rl.terms import Objective, Terms
-from megatron_dta.tree.cuts import WHOLE
-from megatron_dta.tree.forest import build_forest
+from megatron_dta.tree.budget import WHOLE
+from megatron_dta.tree.cost import CostModel, default_cost
+from megatron_dta.tree.outline import build_outline
 from megatron_dta.tree.plan import Chunk, Plan
-from megatron_dta.tree.schedule import make_plan
+from megatron_dta.tree.planner import Settings, build_plan, plan_batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one pass over a batch did."""
 
-    metrics: dict[str, float]
-    """`loss`, means over trained tokens, and maxima."""
+    totals: dict[str, Any]
+    """Sums and maxima of the objective's numbers over this rank's terms; see `merged_metrics`."""
+    scope: Scope
     num_terms: int
     """Trained tokens, counted once per sequence that trains them."""
     sequence_tokens: int
@@ -42,6 +55,11 @@ class StepResult:
     term_logprobs: torch.Tensor
     """[M], on the device; `engine.batch.per_sequence` gives every sample its own."""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`loss`, means over trained tokens, and maxima: of the step, or of this rank's share of it."""
+        return merged_metrics([self.totals], self.scope.num_terms)
+
 
 class _Engine:
     """What both engines share: checks, the objective over a part of the step, results in the caller's order."""
@@ -51,11 +69,20 @@ class _Engine:
             raise UsageError(f"temperature is {temperature}; expected a positive number")
         self.model, self.temperature = model, temperature
 
-    def train_batch(self, samples: Sequence[Sample], objective: Objective) -> StepResult:
+    def train_batch(
+        self,
+        samples: Sequence[Sample],
+        objective: Objective,
+        *,
+        scope: Scope | None = None,
+        plan: Plan | None = None,
+    ) -> StepResult:
         """Add the gradient of the objective over all samples to the model's parameters; return the step's metrics.
 
-        The gradient is that of running every sample alone. A batch without a trained token adds nothing. Raises
-        UsageError for samples that the model or the objective cannot take; nothing has been computed then.
+        The gradient is that of running every sample alone. A batch without a trained token adds nothing. scope: what
+        the whole step holds, where other ranks train the rest of it; metrics are this rank's share then. plan: of
+        these samples, made elsewhere. Raises UsageError for samples that the model or the objective cannot take;
+        nothing has been computed then.
         """
         index = self._check(samples)
         frozen = next((name for name, p in self.model.named_parameters() if not p.requires_grad), None)
@@ -63,16 +90,16 @@ class _Engine:
             raise UsageError(f"parameter {frozen} is frozen; tree training needs every parameter to be trainable")
         weight = self.model.output_weight()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        data = TermData(samples, index, objective, wide, weight.device)
-        return self._train(samples, data, objective)
+        data = TermData(samples, index, objective, scope or scope_of(samples), wide, weight.device)
+        return self._train(samples, data, objective, plan)
 
-    def forward_batch(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def forward_batch(self, samples: Sequence[Sample], *, plan: Plan | None = None) -> list[np.ndarray]:
         """Return every sample's log-probs, float64 [length]: entry t is the log-prob of token t given those before.
 
         Entry 0 and the entries of tokens outside the loss mask are NaN: nothing scored them.
         """
         index = self._check(samples)
-        return per_sequence(samples, index, self._score(samples, index))
+        return per_sequence(samples, index, self._score(samples, index, plan))
 
     def _check(self, samples: Sequence[Sample]) -> TermIndex:
         config = self.model.model_config
@@ -89,10 +116,10 @@ class _Engine:
                 )
         return term_index(samples)
 
-    def _train(self, samples: Sequence[Sample], data: TermData, objective: Objective) -> StepResult:
+    def _train(self, samples: Sequence[Sample], data: TermData, objective: Objective, plan: Plan | None) -> StepResult:
         raise NotImplementedError
 
-    def _score(self, samples: Sequence[Sample], index: TermIndex) -> np.ndarray:
+    def _score(self, samples: Sequence[Sample], index: TermIndex, plan: Plan | None) -> np.ndarray:
         raise NotImplementedError
 
 
@@ -107,30 +134,44 @@ class TreeEngine(_Engine):
         multiple: int = 1,
         backend: Backend | str | None = None,
         temperature: float = 1.0,
+        cost: CostModel | None = None,
+        state_limit: int | None = None,
         poison_cache: bool = False,
     ):
         """Configure an engine.
 
         budget: most rows with gradient per chunk, padding included, or `whole`; multiple: every call's rows are
         padded to it; backend: attention backend or its name, see `default_backend`; temperature: sampling temperature
-        of the rollouts; poison_cache: fill unused cache rows with NaN (debugging).
+        of the rollouts; cost: what calls take on this machine, see `tree.cost`; state_limit: cached states that
+        plans keep within where they can; poison_cache: fill unused cache rows with NaN (debugging).
         """
         super().__init__(model, temperature)
         self.budget, self.multiple, self.poison_cache = budget, multiple, poison_cache
+        self.state_limit = state_limit
         name = backend or default_backend(model.output_weight())
         self.backend = get_backend(name) if isinstance(name, str) else name
+        machine = "h200" if model.output_weight().is_cuda else "cpu"
+        self.cost = cost or default_cost(model.model_config, machine)
         self._planned: tuple[bytes, Plan] | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """What plans of this engine have to fit, on one rank."""
+        return Settings(
+            cost=self.cost, budget=self.budget, multiple=self.multiple, state_limit=self.state_limit
+        )  # fmt: skip
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """Return the plan of a batch; the last one is kept, for sweeps and inner epochs over the same content."""
         columns = ([s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples])
         key = _content(*columns, self.budget, self.multiple)
         if self._planned is None or self._planned[0] != key:
-            self._planned = (key, make_plan(build_forest(*columns), self.budget, multiple=self.multiple))
+            (task,) = plan_batch(build_outline(*columns), self.settings).tasks
+            self._planned = (key, build_plan(task, *columns, multiple=self.multiple))
         return self._planned[1]
 
-    def _train(self, samples, data: TermData, objective: Objective) -> StepResult:
-        plan, totals = self.plan(samples), Totals()
+    def _train(self, samples, data: TermData, objective: Objective, plan: Plan | None) -> StepResult:
+        plan, totals = plan or self.plan(samples), Totals()
 
         def chunk_loss(chunk: Chunk, logprobs, entropies):
             leaves = logprobs.requires_grad_(), entropies.requires_grad_()
@@ -141,26 +182,28 @@ class TreeEngine(_Engine):
             )
             return _loss_grads(objective, terms, leaves, totals)
 
-        if data.num_terms:
+        runs = data.scope.num_terms > 0  # of the whole step: a rank without a term runs with the others
+        if runs:
             self._executor(plan, Mode.TRAIN).run(chunk_loss)
         return StepResult(
-            metrics=totals.metrics(data.num_terms),
+            totals=totals.numbers(),
+            scope=data.scope,
             num_terms=data.num_terms,
             sequence_tokens=int(plan.forest.lengths.sum()),
-            executed_tokens=plan.forest.num_tokens if data.num_terms else 0,
-            pushed_tokens=plan.num_pushed if data.num_terms else 0,
+            executed_tokens=plan.forest.num_tokens if runs else 0,
+            pushed_tokens=plan.num_pushed if runs else 0,
             term_logprobs=data.logprobs,
         )
 
-    def _score(self, samples, index: TermIndex) -> np.ndarray:
-        plan = self.plan(samples)
+    def _score(self, samples, index: TermIndex, plan: Plan | None) -> np.ndarray:
+        plan = plan or self.plan(samples)
         edges = np.full(len(plan.forest.edges), np.nan)
 
         def keep(chunk: Chunk, logprobs, entropies):
             edges[chunk.edges] = logprobs.cpu().numpy()
             return logprobs, None
 
-        if len(edges):
+        if plan.chunks:
             self._executor(plan, Mode.SWEEP).run(keep)
         return edges[plan.forest.term_edge]
 
@@ -176,7 +219,7 @@ class FlatEngine(_Engine):
     def __init__(self, model: TreeModel, *, temperature: float = 1.0):
         super().__init__(model, temperature)
 
-    def _train(self, samples, data: TermData, objective: Objective) -> StepResult:
+    def _train(self, samples, data: TermData, objective: Objective, plan: Plan | None) -> StepResult:
         totals, executed = Totals(), 0
         for sample, terms in self._parts(samples):
             logprobs, entropies = self._sequence(sample)
@@ -185,7 +228,8 @@ class FlatEngine(_Engine):
             backward((logprobs, entropies), grads)
             executed += len(sample.tokens)
         return StepResult(
-            metrics=totals.metrics(data.num_terms),
+            totals=totals.numbers(),
+            scope=data.scope,
             num_terms=data.num_terms,
             sequence_tokens=sum(len(s.tokens) for s in samples),
             executed_tokens=executed,
@@ -193,7 +237,7 @@ class FlatEngine(_Engine):
             term_logprobs=data.logprobs,
         )
 
-    def _score(self, samples, index: TermIndex) -> np.ndarray:
+    def _score(self, samples, index: TermIndex, plan: Plan | None) -> np.ndarray:
         logprobs = np.full(len(index.sequence), np.nan)
         with torch.no_grad():
             for sample, terms in self._parts(samples):

@@ -69,16 +69,20 @@ class Executor:
 
     def run(self, chunk_loss: ChunkLoss) -> None:
         """Execute every operation; in a SWEEP the gradients that `chunk_loss` returns are not used."""
+        skipped = () if self.mode is Mode.TRAIN else (Kind.BACKWARD, Kind.FREE)
+        for operation in self.plan.operations:
+            if operation.kind not in skipped:
+                self.execute(operation, chunk_loss)
+
+    def execute(self, operation: Operation, chunk_loss: ChunkLoss) -> None:
+        """Execute one operation; the caller keeps to the plan's order."""
         actions: dict[Kind, Callable[[Operation], Any]] = {
             Kind.PUSH: lambda op: self._push(self.plan.pushes[op.index]),
             Kind.FORWARD: lambda op: self._forward(op.index, chunk_loss),
             Kind.BACKWARD: lambda op: self._backward(op.index),
             Kind.FREE: lambda op: self.cache.free(self._rows(op.free_state), self._rows(op.free_grad)),
         }
-        skipped = () if self.mode is Mode.TRAIN else (Kind.BACKWARD, Kind.FREE)
-        for operation in self.plan.operations:
-            if operation.kind not in skipped:
-                actions[operation.kind](operation)
+        actions[operation.kind](operation)
 
     def _push(self, push: Push) -> None:
         with torch.no_grad():

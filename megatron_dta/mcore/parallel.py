@@ -1,6 +1,8 @@
 """Process groups: the one file that touches `parallel_state`; everywhere else groups are arguments."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,18 +12,34 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_p
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore import cpu
 
+BUCKET_BYTES = 2**28
+"""Gradients are summed over ranks in buckets of about this size."""
 
-def initialize(*, seed: int = 0) -> torch.device:
-    """Set up one process with Megatron's groups and return its device; a second call changes nothing but the seed.
 
-    Raises UsageError under a launcher that started several processes.
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The processes of a run, as the launcher started them."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    """Which GPU of the host; None where the launcher does not say."""
+    init_method: str
+    """Where torch.distributed meets: `env://` or `tcp://host:port`."""
+
+
+def initialize(*, seed: int = 0, world: World | None = None) -> torch.device:
+    """Set up this process with Megatron's groups and return its device; a second call changes nothing but the seed.
+
+    Without `world` this is the only process, or torch.distributed is initialised already. All ranks are data-parallel
+    and draw the same numbers from a seed, so that they build the same weights. Raises UsageError under a launcher that
+    started several processes where `world` does not say so.
     """
-    refuse_several_processes()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         cpu.install()
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _join(world, on_gpu)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     torch.manual_seed(seed)
@@ -32,14 +50,47 @@ def initialize(*, seed: int = 0) -> torch.device:
     return torch.device("cpu")
 
 
+def _join(world: World | None, on_gpu: bool) -> None:
+    backend = "nccl" if on_gpu else "gloo"
+    if world is None or world.size == 1:
+        if world is None:
+            refuse_several_processes()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if on_gpu:
+        local = world.rank if world.local_rank is None else world.local_rank
+        if local >= torch.cuda.device_count():
+            raise UsageError(
+                f"rank {world.rank} is number {local} on its host, which shows {torch.cuda.device_count()} GPUs; "
+                "start one process per GPU"
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group(backend, init_method=world.init_method, rank=world.rank, world_size=world.size)
+
+
 def refuse_several_processes() -> None:
     """Raise UsageError where a launcher started more than one process: each would train alone."""
-    sizes = {name: os.environ.get(name, "1") for name in _WORLD_SIZES}
-    if dist.is_initialized():
-        sizes["torch.distributed world size"] = str(dist.get_world_size())
-    for name, size in sizes.items():
+    for name in _WORLD_SIZES:
+        size = os.environ.get(name, "1")
         if size.isdigit() and int(size) > 1:
-            raise UsageError(f"{name} is {size}; this version trains on one process, start it without the launcher")
+            raise UsageError(f"{name} is {size}; only `train` runs on several processes, start this without a launcher")
 
 
-_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@torch.no_grad()
+def sum_over_replicas(tensors: Sequence[torch.Tensor]) -> None:
+    """Add up tensors of one dtype over the data-parallel ranks, in place; the same bits on all of them."""
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return
+    bucket: list[torch.Tensor] = []
+    for number, tensor in enumerate(tensors, 1):
+        bucket.append(tensor)
+        if number == len(tensors) or sum(t.nbytes for t in bucket) >= BUCKET_BYTES:
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            dist.all_reduce(flat, group=group)
+            for part, total in zip(bucket, flat.split([t.numel() for t in bucket])):
+                part.copy_(total.view_as(part))
+            bucket = []

@@ -63,15 +63,16 @@ class Objective:
         return self.function(terms)
 
 
-def term_weights(sequences: torch.Tensor, num_sequences: int, normalizer: str) -> torch.Tensor:
-    """Return one over the denominators of a whole step, fp64 [M]; sequences: int [M], the owner of every term.
+def term_weights(sequences: torch.Tensor, num_terms: int, num_trained: int, normalizer: str) -> torch.Tensor:
+    """Return one over the denominators of a whole step, fp64 [M].
 
-    token_mean: every trained token of the step counts the same. sequence_mean: the mean over sequences of the mean
-    over each one's trained tokens; a sequence that trains no token has no mean and is not counted.
+    sequences: int [M], the owner of every term at hand, with all of its terms; num_terms and num_trained: terms, and
+    sequences with a term, of the whole step, which may be spread over ranks. token_mean: every trained token of the
+    step counts the same. sequence_mean: the mean over sequences of the mean over each one's trained tokens; a sequence
+    that trains no token has no mean and is not counted.
     """
     if normalizer == "token_mean":
-        return torch.full(sequences.shape, 1.0 / max(len(sequences), 1), dtype=torch.float64)
+        return torch.full(sequences.shape, 1.0 / max(num_terms, 1), dtype=torch.float64)
     if normalizer == "sequence_mean":
-        lengths = torch.bincount(sequences, minlength=num_sequences).double()
-        return 1.0 / (lengths[sequences] * max(int((lengths > 0).sum()), 1))
+        return 1.0 / (torch.bincount(sequences).double()[sequences] * max(num_trained, 1))
     raise ValueError(f"normalizer is {normalizer!r}; expected one of {', '.join(NORMALIZERS)}")

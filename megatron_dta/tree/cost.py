@@ -80,6 +80,15 @@ def default_cost(model: ModelConfig, machine: str) -> CostModel:
     return _MACHINES[machine](model)
 
 
+def open_cost(name: str, model: ModelConfig) -> CostModel:
+    """Return the cost model of a shipped machine, or from a file that `profile` wrote for this model's shape."""
+    if name in _MACHINES:
+        return default_cost(model, name)
+    cost = load_cost(name)
+    check_model(cost, model)
+    return cost
+
+
 def cost_json(cost: CostModel) -> str:
     """Return a cost model as the text that `load_cost` reads."""
     return json.dumps(asdict(cost), indent=2) + "\n"

@@ -9,7 +9,7 @@ masks: unit i in preorder is bit i.
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,12 +18,15 @@ from megatron_dta.tree.layout import Layout
 from megatron_dta.tree.outline import Outline, visible_pairs
 from megatron_dta.tree.packing import WINDOWS, Packing, Prediction, pack, predict
 
-MOST_UNITS = 64
-STEPS_PER_UNIT = 100
-HOT, COLD = 0.05, 0.0005
-"""First and last temperature, of a chunk's mean time."""
 TOLERANCE = 2e-3
-"""Less time than this share is not worth more memory, nor a search."""
+"""Less time than this share is not worth more memory."""
+SEARCH_ABOVE = 1e-2
+"""A packing that is this close to the lower bound is good enough."""
+MOST_UNITS = 64
+STEPS = 5000
+HOT, COLD = 0.05, 0.002
+"""First and last temperature, as shares of a chunk's mean time."""
+MOST_TRIED = 16
 
 Candidate = tuple[Packing, Prediction]
 
@@ -39,8 +42,6 @@ def best_packing(
     packings = {p.chunk.tobytes() + p.length.tobytes(): p for p in (pack(outline, capacity, w) for w in WINDOWS)}
     chosen = _choose([(p, predict(p, cost, capacity, multiple)) for p in packings.values()], state_limit)
     better = improve(chosen[0], cost, capacity, multiple, state_limit)
-    if better is chosen[0]:
-        return chosen
     return _choose([chosen, (better, predict(better, cost, capacity, multiple))], state_limit)
 
 
@@ -50,24 +51,21 @@ def _choose(candidates: Sequence[Candidate], state_limit: int | None) -> Candida
         return min(candidates, key=lambda c: c[1].state_rows)
     fastest = min(prediction.seconds for _, prediction in fitting)
     alike = [c for c in fitting if c[1].seconds <= fastest * (1 + TOLERANCE)]
-    # An accumulator row holds four bytes where a state row holds two.
+    # An accumulator row is fp32, a state row bf16.
     return min(alike, key=lambda c: (c[1].state_rows + 2 * c[1].grad_rows, c[1].seconds))
 
 
 def lower_bound(outline: Outline, cost: CostModel, capacity: int, multiple: int) -> float:
     """Return seconds that no plan which computes every token once is predicted to beat."""
-    tokens = outline.num_tokens
+    tokens, one, push = outline.num_tokens, cost.chunk, cost.push
     heavy = np.clip(outline.size - capacity, 0, outline.length)
-    # A token is read by all chunks that hold tokens below it but its own, and they are as many as its subtree fills.
+    # A token is read by all chunks that hold tokens below it but its own: by as many as its subtree fills, less one.
     filled = _filled_chunks(outline.size, capacity) - _filled_chunks(outline.size - heavy, capacity)
-    chunks, rows = math.ceil(tokens / capacity), math.ceil(tokens / multiple) * multiple
-    pairs = int(outline.pairs.sum()) + rows - tokens
-    one = cost.chunk
-    device = one.row * rows + one.pair * pairs + one.context * int((filled - heavy).sum())
-    device += one.fixed * chunks + one.source * int(outline.sources.sum())
-    forced = int(heavy.sum())
-    work = cost.push.row * forced + cost.push.pair * int(visible_pairs(outline.depth, heavy).sum())
-    return max(one.launch * chunks, device) + _push_seconds(cost, capacity, multiple, forced, work)
+    chunks, padding = math.ceil(tokens / capacity), -tokens % multiple
+    device = one.fixed * chunks + one.row * (tokens + padding) + one.pair * (int(outline.pairs.sum()) + padding)
+    device += one.context * int((filled - heavy).sum()) + one.source * int(outline.sources.sum())
+    work = push.row * int(heavy.sum()) + push.pair * int(visible_pairs(outline.depth, heavy).sum())
+    return max(one.launch * chunks, device) + _push_seconds(cost, capacity, multiple, int(heavy.sum()), work)
 
 
 def _filled_chunks(size: np.ndarray, capacity: int) -> np.ndarray:
@@ -79,28 +77,26 @@ def _filled_chunks(size: np.ndarray, capacity: int) -> np.ndarray:
 def _push_seconds(cost: CostModel, capacity: int, multiple: int, tokens: int, work: float) -> float:
     """Return what pushes with these totals take: exactly in one call, at least in several.
 
-    work: device seconds of their rows and pairs. In several calls, later ones read context as well, and the longer of
-    host and device time is taken by call.
+    work: device seconds of their rows and pairs. Of several calls, later ones read context as well, and each takes the
+    longer of its own host and device time.
     """
-    calls, padding = math.ceil(tokens / capacity), -tokens % multiple
-    device = cost.push.fixed * calls + work + (cost.push.row + cost.push.pair) * padding
-    return max(cost.push.launch * calls, device)
+    calls, padding, push = math.ceil(tokens / capacity), -tokens % multiple, cost.push
+    return max(push.launch * calls, push.fixed * calls + work + (push.row + push.pair) * padding)
 
 
-def improve(
-    packing: Packing, cost: CostModel, capacity: int, multiple: int, state_limit: int | None = None
-) -> Packing:
+def improve(packing: Packing, cost: CostModel, capacity: int, multiple: int, state_limit: int | None = None) -> Packing:
     """Return a packing that is predicted to be faster, or the same one where none is found. Deterministic.
 
-    It keeps to `state_limit`. Packings of more than MOST_UNITS parts stay as they are.
+    What is found keeps to `state_limit`. Packings of more than MOST_UNITS parts stay as they are.
     """
-    outline = packing.outline
     seconds = predict(packing, cost, capacity, multiple).seconds
-    start = _unit_starts(packing, capacity)
-    if len(start) > MOST_UNITS or seconds <= lower_bound(outline, cost, capacity, multiple) * (1 + TOLERANCE):
+    if seconds <= lower_bound(packing.outline, cost, capacity, multiple) * (1 + SEARCH_ABOVE):
         return packing
-    units = Units(outline, start, cost, capacity, multiple)
-    for chunks in reversed(_anneal(units, units.masks(packing))):
+    start = _unit_starts(packing, capacity)
+    if len(start) > MOST_UNITS:
+        return packing
+    units = Units(packing, start, cost, capacity, multiple)
+    for chunks in reversed(_anneal(units)[-MOST_TRIED:]):
         found = units.packing(chunks)
         prediction = predict(found, cost, capacity, multiple)
         if prediction.seconds < seconds and (state_limit is None or prediction.state_rows <= state_limit):
@@ -109,20 +105,26 @@ def improve(
 
 
 def _unit_starts(packing: Packing, capacity: int) -> np.ndarray:
-    """Return the first tree tokens of units, increasing: pieces or whole subtrees; of pieces, also what fills gaps."""
-    outline, piece = packing.outline, np.cumsum(packing.length) - packing.length
+    """Return the first tree token of each unit, int64, increasing; more than MOST_UNITS if that cannot be helped."""
+    outline, piece = packing.outline, _starts(packing)
     starts = np.union1d(outline.start[:-1], piece)
     if len(starts) > MOST_UNITS:
         change = np.concatenate([[0], np.cumsum(packing.chunk[1:] != packing.chunk[:-1])])
         is_whole = change[packing.subtree_end - 1] == change
         return piece[(packing.parent < 0) | ~is_whole[packing.parent]]
-    ends = np.arange(outline.num_tokens, 0, -capacity)  # chunks that are ranges of preorder leave one gap in all
+    # Nodes are cut where full chunks would end that are ranges of preorder, and into what fills a gap.
+    ends = np.arange(outline.num_tokens, 0, -capacity)
     gaps = np.unique(capacity - np.bincount(packing.chunk, packing.length).astype(np.int64))
     fitting = [np.concatenate([outline.start[:-1] + gap, outline.start[1:] - gap]) for gap in gaps.tolist()]
     for cuts in (ends, outline.num_tokens - ends, *fitting):
         more = np.union1d(starts, cuts[(cuts >= 0) & (cuts < outline.num_tokens)])
         starts = more if len(more) <= MOST_UNITS else starts
     return starts
+
+
+def _starts(packing: Packing) -> np.ndarray:
+    """Return the first tree token of each piece, int64 [P]."""
+    return np.cumsum(packing.length) - packing.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,30 +142,28 @@ class _Chunk:
 
 
 class Units:
-    """Ranges of tree tokens, and what chunks of them take."""
+    """Ranges of tree tokens, and what chunks of them take. Shape: U units."""
 
-    def __init__(self, outline: Outline, start: np.ndarray, cost: CostModel, capacity: int, multiple: int):
-        """start: int64 [U], increasing; a unit is part of a node, or a whole subtree."""
-        self.outline, self.start = outline, start
+    def __init__(self, packing: Packing, start: np.ndarray, cost: CostModel, capacity: int, multiple: int):
+        """Cut a packing at tree tokens `start`, int [U], increasing: a unit is part of a node, or a whole subtree."""
         self.cost, self.capacity, self.multiple = cost, capacity, multiple
-        self.everything = (1 << len(start)) - 1
-        bounds = np.append(start, outline.num_tokens)
-        self.tokens = np.diff(bounds).tolist()
-        self.pairs, self.sources = (np.diff(c).tolist() for c in _counts_before(outline, bounds))
+        self.pieces = pieces = _cut(packing, start)
+        first = np.searchsorted(_starts(pieces), start)
+        self.unit_of = np.searchsorted(first, np.arange(pieces.num_tokens), side="right") - 1
+        sources = packing.outline.sources[pieces.node] * pieces.length / packing.outline.length[pieces.node]
+        counts = (pieces.length, visible_pairs(pieces.depth, pieces.length), sources)
+        self.tokens, self.pairs, self.sources = (np.add.reduceat(c, first).tolist() for c in counts)
+        self.chunks = [0] * packing.num_chunks
+        """The packing's chunks, as sets of units."""
         self.above: list[int] = []
-        self.below = [0] * len(start)
-        for unit, parent in enumerate(self._parents().tolist()):
-            self.above.append(0 if parent < 0 else self.above[parent] | 1 << parent)
+        self.below = [0] * len(first)
+        parent = np.where(pieces.parent[first] < 0, -1, self.unit_of[pieces.parent[first]])
+        for unit, (chunk, up) in enumerate(zip(pieces.chunk[first].tolist(), parent.tolist())):
+            self.chunks[chunk] |= 1 << unit
+            self.above.append(0 if up < 0 else self.above[up] | 1 << up)
             for ancestor in _bits(self.above[unit]):
                 self.below[ancestor] |= 1 << unit
         self._known: dict[int, _Chunk] = {}
-
-    def _parents(self) -> np.ndarray:
-        node = np.searchsorted(self.outline.start, self.start, side="right") - 1
-        above = self.outline.parent[node]
-        last = np.where(above < 0, -1, self.outline.start[above + 1] - 1)
-        token = np.where(self.start > self.outline.start[node], self.start - 1, last)
-        return np.searchsorted(self.start, token, side="right") - 1
 
     def chunk(self, mask: int) -> _Chunk:
         if mask not in self._known:
@@ -185,24 +185,23 @@ class Units:
         context = sum(self.tokens[unit] for unit in _bits(above & ~mask))
         padding, one, push = -tokens % self.multiple, self.cost.chunk, self.cost.push
         device = one.fixed + one.row * (tokens + padding) + one.pair * (pairs + padding)
-        device += one.context * context + one.source * sources
         return _Chunk(
             tokens=tokens,
-            seconds=max(one.launch, device) if tokens else 0.0,
+            seconds=max(one.launch, device + one.context * context + one.source * sources),
             pushed=pushed,
             work=push.row * pushed + push.pair * pushed_pairs,
             needs=below & ~mask,
         )
 
     def seconds(self, chunks: Sequence[int]) -> float:
-        """Return what these chunks take as `predict` does; less where pushes take several calls."""
+        """Return what `predict` does for these chunks; less where pushes take several calls."""
         known = [self.chunk(mask) for mask in chunks]
         pushed, work = sum(c.pushed for c in known), sum(c.work for c in known)
         return sum(c.seconds for c in known) + _push_seconds(self.cost, self.capacity, self.multiple, pushed, work)
 
     def order(self, chunks: Sequence[int]) -> list[int] | None:
         """Return the chunks in an order in which they may run, None where there is none."""
-        rest, waiting, order = self.everything, chunks, []
+        rest, waiting, order = (1 << len(self.tokens)) - 1, chunks, []
         while waiting:
             later = []
             for mask in waiting:
@@ -216,35 +215,19 @@ class Units:
             waiting = later
         return order
 
-    def masks(self, packing: Packing) -> list[int]:
-        """Return the units of every chunk of a packing that cuts none of them."""
-        piece = np.cumsum(packing.length) - packing.length
-        masks = [0] * packing.num_chunks
-        for unit, chunk in enumerate(packing.chunk[np.searchsorted(piece, self.start, side="right") - 1].tolist()):
-            masks[chunk] |= 1 << unit
-        return masks
-
     def packing(self, chunks: Sequence[int]) -> Packing:
-        """Return the packing of these chunks, in depth-first order."""
-        start = np.union1d(self.outline.start[:-1], self.start)
-        label = [next(k for k, mask in enumerate(chunks) if mask >> unit & 1) for unit in range(len(self.start))]
-        chunk = np.array(label)[np.searchsorted(self.start, start, side="right") - 1]
-        node = np.searchsorted(self.outline.start, start, side="right") - 1
-        begins = np.concatenate([[True], (node[1:] != node[:-1]) | (chunk[1:] != chunk[:-1])])
-        node, chunk, length = node[begins], chunk[begins], np.diff(np.append(start[begins], self.outline.num_tokens))
-        found = Packing(outline=self.outline, node=node, length=length, chunk=chunk)
-        return Packing(
-            outline=self.outline, node=node, length=length, chunk=np.argsort(Layout(found, chunk).post_order())[chunk]
-        )
+        """Return the packing of these chunks, numbered depth-first."""
+        chunk_of = [next(k for k, mask in enumerate(chunks) if mask >> unit & 1) for unit in range(len(self.tokens))]
+        chunk = np.array(chunk_of)[self.unit_of]
+        return replace(self.pieces, chunk=np.argsort(Layout(self.pieces, chunk).post_order())[chunk])
 
 
-def _counts_before(outline: Outline, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (pairs, sources) of all tree tokens before each of `tokens`; a node's sources are spread evenly."""
-    node = np.minimum(np.searchsorted(outline.start, tokens, side="right"), outline.num_nodes) - 1
-    into = tokens - outline.start[node]
-    pairs = (np.cumsum(outline.pairs) - outline.pairs)[node] + visible_pairs(outline.depth[node], into)
-    sources = (np.cumsum(outline.sources) - outline.sources)[node] + outline.sources[node] * into / outline.length[node]
-    return pairs, sources
+def _cut(packing: Packing, start: np.ndarray) -> Packing:
+    """Return the packing with its pieces cut at these tree tokens as well."""
+    start = np.union1d(_starts(packing), start)
+    of = np.searchsorted(_starts(packing), start, side="right") - 1
+    length = np.diff(np.append(start, packing.outline.num_tokens))
+    return replace(packing, node=packing.node[of], length=length, chunk=packing.chunk[of])
 
 
 def _bits(mask: int) -> Iterator[int]:
@@ -253,26 +236,26 @@ def _bits(mask: int) -> Iterator[int]:
         mask &= mask - 1
 
 
-def _anneal(units: Units, chunks: list[int]) -> list[list[int]]:
-    """Return ever faster legal chunks: move random parts of chunks, slower ones less and less willingly."""
+def _anneal(units: Units) -> list[list[int]]:
+    """Return ever faster legal chunks: random parts move, where it costs time less and less willingly."""
     rng = random.Random(0)
-    steps = STEPS_PER_UNIT * len(units.start)
+    chunks = units.chunks
     seconds = fastest = units.seconds(chunks)
     scale = seconds / len(chunks)
     found = []
-    for step in range(steps):
+    for step in range(STEPS):
         moved = _move(units, chunks, rng)
         if moved is None:
             continue
         then = units.seconds(moved)
-        temperature = scale * HOT * (COLD / HOT) ** (step / steps)
+        temperature = scale * HOT * (COLD / HOT) ** (step / STEPS)
         if then > seconds and rng.random() >= math.exp((seconds - then) / temperature):
             continue
         order = units.order(moved)
         if order is None:
             continue
         chunks, seconds = order, then
-        if seconds < fastest:
+        if seconds < fastest * (1 - 1e-9):
             fastest = seconds
             found.append(chunks)
     return found
@@ -280,7 +263,7 @@ def _anneal(units: Units, chunks: list[int]) -> list[list[int]]:
 
 def _move(units: Units, chunks: list[int], rng: random.Random) -> list[int] | None:
     """Move a part of a chunk to another or a new one, in exchange for a part of that where it is too full."""
-    unit = rng.randrange(len(units.start))
+    unit = rng.randrange(len(units.tokens))
     source = next(k for k, mask in enumerate(chunks) if mask >> unit & 1)
     target = rng.randrange(len(chunks) + 1)
     if target == source:

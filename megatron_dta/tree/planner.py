@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dta.errors import UsageError
+from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.cost import CostModel
-from megatron_dta.tree.cuts import WHOLE
 from megatron_dta.tree.forest import build_forest
 from megatron_dta.tree.layout import group_by
 from megatron_dta.tree.outline import Outline

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dta.tree.budget import capacity_of
 from megatron_dta.tree.cost import CostModel
-from megatron_dta.tree.cuts import capacity_of
 from megatron_dta.tree.improve import best_packing
 from megatron_dta.tree.outline import Outline
 from megatron_dta.tree.packing import Prediction, pack, pack_evenly, predict

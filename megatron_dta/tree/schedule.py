@@ -4,20 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_dta.tree.cuts import aligned_cuts, capacity_of
 from megatron_dta.tree.forest import Forest
 from megatron_dta.tree.layout import Layout, group_by
 from megatron_dta.tree.plan import Chunk, Kind, Operation, Plan, Push
-
-
-def make_plan(forest: Forest, budget: int | str, *, multiple: int = 1, in_flight: int = 1) -> Plan:
-    """Plan a forest with aligned cuts: chunks of at most `budget` rows with gradient, padding included.
-
-    Raises ValueError for a budget below one padded row.
-    """
-    capacity = capacity_of(forest.num_tokens, budget, multiple)
-    chunk_of = aligned_cuts(forest, capacity)
-    return schedule(forest, chunk_of, capacity=capacity, multiple=multiple, in_flight=in_flight)
 
 
 @dataclass(frozen=True, kw_only=True)

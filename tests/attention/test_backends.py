@@ -11,15 +11,16 @@ from megatron_dta.attention import segment
 from megatron_dta.attention.api import BACKENDS, Backend, get_backend
 from megatron_dta.attention.mask import TreeMask
 from megatron_dta.errors import UsageError
-from megatron_dta.tree.cuts import WHOLE
+from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.forest import Forest, build_forest
 from megatron_dta.tree.plan import Call
-from megatron_dta.tree.schedule import make_plan, schedule
+from megatron_dta.tree.schedule import schedule
 from tests.forests import (
     SHAPES,
     LargestTensor,
     broom,
     causal_mask,
+    make_plan,
     mask_of,
     mask_of_subset,
     random_assignment,

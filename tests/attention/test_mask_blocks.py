@@ -7,15 +7,16 @@ import torch
 
 from megatron_dta.attention.blocks import BlockIndex, block_lists, classify_blocks
 from megatron_dta.attention.mask import TreeMask, dense_mask
-from megatron_dta.tree.cuts import WHOLE
+from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.forest import Forest, build_forest
 from megatron_dta.tree.plan import Call, Plan
-from megatron_dta.tree.schedule import make_plan, schedule
+from megatron_dta.tree.schedule import schedule
 from tests.forests import (
     SHAPES,
     LargestTensor,
     broom,
     causal_mask,
+    make_plan,
     mask_of,
     mask_of_subset,
     random_assignment,

@@ -8,10 +8,11 @@ from megatron_dta.engine import executor as executor_module
 from megatron_dta.engine.cache import ArenaCache
 from megatron_dta.engine.engine import FlatEngine, TreeEngine
 from megatron_dta.tree.forest import build_forest
-from megatron_dta.tree.schedule import make_plan, schedule
+from megatron_dta.tree.schedule import schedule
 from megatron_dta.tree.statistics import memory_statistics, plan_statistics
 from megatron_dta.verify import random_objective, with_random_advantages
 from tests.batches import SHAPES, batch, grad_error, step, tiny
+from tests.forests import make_plan
 
 TWO_TREES = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8, 9], [7, 8, 10, 10]]
 

@@ -19,7 +19,7 @@ from megatron_dta.mcore.core_attention import TreeCoreAttention, causal_attentio
 from megatron_dta.mcore.params import Mode, TreeParams
 from megatron_dta.tree.forest import build_forest
 from megatron_dta.tree.plan import Kind
-from megatron_dta.tree.schedule import make_plan
+from tests.forests import make_plan
 
 
 def segments(*lengths_and_parents):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dta.tree.forest import Forest, build_forest
-from megatron_dta.tree.schedule import make_plan
-from tests.forests import Batch, caterpillar, forest_of, random_batch, star
+from tests.forests import Batch, caterpillar, forest_of, make_plan, random_batch, star
 
 NUM_RANDOM = 300
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dta.tree.cuts import WHOLE, capacity_of
+from megatron_dta.tree.budget import WHOLE, capacity_of
 from megatron_dta.tree.forest import Forest
 from megatron_dta.tree.layout import Layout
 from megatron_dta.tree.plan import Call, Chunk, Kind, Operation, Plan, Push
-from megatron_dta.tree.schedule import make_plan, schedule
-from tests.forests import SHAPES, ancestor_sets, forest_of, random_assignment, random_forest, shaped
+from megatron_dta.tree.schedule import schedule
+from tests.forests import SHAPES, ancestor_sets, forest_of, make_plan, random_assignment, random_forest, shaped
 
 RANDOM = [random_forest(seed) for seed in range(40)]
 BUDGETS = (1, 2, 5, 17, WHOLE)

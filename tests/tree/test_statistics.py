@@ -6,9 +6,8 @@ import pytest
 
 from megatron_dta.cli import main
 from megatron_dta.model_config import ModelConfig, read_model_config
-from megatron_dta.tree.cuts import WHOLE
+from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.forest import build_forest
-from megatron_dta.tree.schedule import make_plan
 from megatron_dta.tree.statistics import (
     activation_bytes,
     as_json,
@@ -17,7 +16,7 @@ from megatron_dta.tree.statistics import (
     plan_statistics,
     work_statistics,
 )
-from tests.forests import forest_of, random_forest
+from tests.forests import forest_of, make_plan, random_forest
 
 # Two query heads of size 2 on one key head: q 4, kv 2. Matrices of a layer: 4 (2 x 4 + 2 x 2 + 3 x 6) = 120.
 TINY = ModelConfig(
