@@ -16,12 +16,14 @@ from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.cost import CostModel
 from megatron_dta.tree.forest import build_forest
 from megatron_dta.tree.layout import group_by
+from megatron_dta.tree.loads import lower_bound
+from megatron_dta.tree.moves import moves_from
 from megatron_dta.tree.outline import Outline
 from megatron_dta.tree.packing import Prediction
 from megatron_dta.tree.plan import Plan
 from megatron_dta.tree.ranks import Packer, RankPacking, node_work
 from megatron_dta.tree.schedule import Slots, schedule
-from megatron_dta.tree.spread import lower_bound, moves_from, spread
+from megatron_dta.tree.spread import spread
 
 _ROUNDS = 3
 _EVALUATIONS = 96

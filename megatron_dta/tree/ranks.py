@@ -9,10 +9,11 @@ import numpy as np
 
 from megatron_dta.tree.budget import capacity_of
 from megatron_dta.tree.cost import CostModel
+from megatron_dta.tree.fill import bins
 from megatron_dta.tree.improve import best_packing
+from megatron_dta.tree.loads import loads
 from megatron_dta.tree.outline import Outline
 from megatron_dta.tree.packing import Prediction, pack, pack_evenly, predict
-from megatron_dta.tree.spread import bins, loads
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

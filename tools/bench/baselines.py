@@ -3,8 +3,8 @@
 import numpy as np
 
 from megatron_dta.tree.forest import Forest
+from megatron_dta.tree.loads import loads, path_work
 from megatron_dta.tree.outline import Outline
-from megatron_dta.tree.spread import loads, path_work
 
 
 def naive_cuts(forest: Forest, capacity: int) -> np.ndarray:
