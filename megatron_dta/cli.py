@@ -43,7 +43,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_rollout_options(plan)
     plan.add_argument("--config", metavar="HF_CONFIG_JSON", help="for work and memory of that model")
     plan.add_argument("--dtype", default="bf16", choices=("bf16", "fp32", "fp64"))
-    plan.add_argument("--json", metavar="FILE", help="also write the statistics as JSON")
+    plan.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks")
+    for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
+        plan.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{name}-parallel size")
+    plan.add_argument("--fp8", default="none", choices=("none", "fp8", "mxfp8"), help="rows that low precision needs")
+    plan.add_argument("--cost", default="h200", metavar="NAME", help="h200, cpu, or a file that `profile` wrote")
+    plan.add_argument("--state-limit", type=int, metavar="N", help="cached states to keep within where possible")
+    plan.add_argument("--json", metavar="FILE", help="also write the numbers as JSON")
+    plan.add_argument("--html", metavar="FILE", help="also draw forests and the ranks' timeline, on one offline page")
+    plan.add_argument(
+        "--simulate", type=int, nargs="*", metavar="N", help="predict the batch repeated, on N ... ranks (2 to 4096)"
+    )
+    plan.add_argument("--repeat", type=int, metavar="K", help="how often --simulate repeats it; by default enough")
     plan.set_defaults(run=_plan)
     profile = commands.add_parser("profile", help="measure calls of a model on this machine, for planning by time")
     profile.add_argument("config", help="the training TOML; its model and engine matter, rollouts are not read")
@@ -101,14 +112,29 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from megatron_dta.plan_command import run_plan
+    from megatron_dta.plan_command import Layout, run_plan
 
+    options = _rollout_options(args)
     run_plan(
         args.rollouts,
-        **_rollout_options(args),
+        layout=Layout(
+            ranks=args.ranks,
+            tensor=args.tp,
+            context=args.cp,
+            pipeline=args.pp,
+            expert=args.ep,
+            padding=options.pop("padding"),
+            fp8=args.fp8,
+        ),
+        **options,
         model=args.config,
         dtype=args.dtype,
+        cost=args.cost,
+        state_limit=args.state_limit,
         json_file=args.json,
+        html_file=args.html,
+        simulate=args.simulate,
+        repeat=args.repeat,
     )
     return 0
 

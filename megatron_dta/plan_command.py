@@ -1,47 +1,130 @@
-"""The `plan` command: what a rollout file would save and cost, in seconds and without torch."""
+"""The `plan` command: what a rollout file saves and costs, on any number of ranks, in seconds and without torch."""
 
 import json
+import math
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from megatron_dta.data.atomic import replaced
 from megatron_dta.data.rollouts import read_rollouts
+from megatron_dta.data.samples import Sample
+from megatron_dta.drawing import draw_plans
 from megatron_dta.errors import UsageError
-from megatron_dta.model_config import read_model_config
+from megatron_dta.model_config import parse_model_config, read_model_config
 from megatron_dta.progress import say
-from megatron_dta.tree.forest import build_forest
-from megatron_dta.tree.schedule import make_plan
+from megatron_dta.tree.budget import WHOLE, capacity_of, row_multiple
+from megatron_dta.tree.cost import open_cost
+from megatron_dta.tree.outline import Outline, build_outline
+from megatron_dta.tree.packing import least_pushed
+from megatron_dta.tree.plan import Plan
+from megatron_dta.tree.planner import BatchPlan, Settings, build_plan, plan_batch
+from megatron_dta.tree.ranks import node_work
+from megatron_dta.tree.simulate import repeated
 from megatron_dta.tree.statistics import (
     MemoryStatistics,
     PlanStatistics,
     WorkStatistics,
-    as_json,
     memory_statistics,
+    over_ranks,
     plan_statistics,
     work_statistics,
 )
+
+ASSUMED = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+"""The shape of an 8B model: what plans are made for where no model is named."""
+SIMULATED_RANKS = (2, 8, 64, 512, 4096)
+SAMPLES_PER_RANK = 8
+"""A simulated batch is repeated until the most ranks have so many samples each, and tokens for a full chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a job is laid out over devices, and what calls are padded to."""
+
+    ranks: int = 1
+    """Data-parallel ranks; all together ranks * tensor * context * pipeline devices."""
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    """Neighbouring data-parallel ranks that share experts."""
+    padding: int = 1
+    fp8: str = "none"
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.tensor * self.context * self.pipeline
+
+    @property
+    def multiple(self) -> int:
+        return row_multiple(
+            block=self.padding,
+            tensor=self.tensor,
+            sequence_parallel=self.tensor > 1,
+            context=self.context,
+            fp8=self.fp8,
+        )
 
 
 def run_plan(
     rollouts: str,
     *,
     budget: int | str,
-    padding: int = 1,
+    layout: Layout,
     form: str = "whole",
     limit: int | None = None,
     truncate: int | None = None,
     mask: str = "full",
     model: str | None = None,
     dtype: str = "bf16",
+    cost: str = "h200",
+    state_limit: int | None = None,
     json_file: str | None = None,
+    html_file: str | None = None,
+    simulate: Sequence[int] | None = None,
+    repeat: int | None = None,
 ) -> None:
-    """Plan a rollout file and print the statistics; `model` names a Hugging Face config.json for work and memory."""
+    """Plan a rollout file and print what it takes; `model` names a Hugging Face config.json for work and memory.
+
+    json_file: also write the numbers; html_file: also draw the plans; simulate: instead, predict steps of the batch
+    `repeat` times, on these numbers of data-parallel ranks (empty: `SIMULATED_RANKS`).
+    """
     start = time.perf_counter()
     config = read_model_config(model) if model else None
+    shape = config or parse_model_config(ASSUMED)
+    for name, size in (("tp", layout.tensor), ("cp", layout.context), ("pp", layout.pipeline), ("ep", layout.expert)):
+        if size < 1:
+            raise UsageError(f"{name} is {size}; expected at least 1")
+    settings = Settings(
+        cost=open_cost(cost, shape).on(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline),
+        budget=budget,
+        multiple=layout.multiple,
+        ranks=layout.ranks,
+        together=layout.expert,
+        in_flight=layout.pipeline,
+        state_limit=state_limit,
+    )
     samples = read_rollouts(
         rollouts,
         form=form,
@@ -52,49 +135,223 @@ def run_plan(
         on_warning=say,
     )
     read = time.perf_counter()
-    forest = build_forest([s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples])
-    plan = make_plan(forest, budget, multiple=padding)
-    counts = plan_statistics(plan)
-    work = work_statistics(plan, counts, config) if config else None
-    memory = memory_statistics(counts, config, dtype) if config else None
+    outline = build_outline(*_columns(samples))
+    if not config:
+        say("planned for an 8B model; name yours with --config for its work, time and memory")
+    if simulate is not None:
+        _simulate(outline, settings, layout, simulate, repeat, json_file)
+        return
+    batch = plan_batch(outline, settings)
     planned = time.perf_counter()
-    Console().print(_table(counts, work, memory))
-    say(f"read in {read - start:.2f} s, planned in {planned - read:.2f} s")
+    plans = [_built(samples, task, settings) for task in batch.tasks]
+    built = time.perf_counter()
+    report = _Report.of(outline, batch, plans, layout, config, dtype)
+    table = _table(report)
+    Console().print(table)
+    say(f"read in {read - start:.2f} s, planned in {planned - read:.2f} s, built in {built - planned:.2f} s")
     if json_file:
-        _write(Path(json_file), json.dumps(as_json(counts, work, memory), indent=2) + "\n")
+        _write(json_file, json.dumps(report.as_json(), indent=2) + "\n")
+    if html_file:
+        facts = dict(zip(*(column._cells for column in table.columns)))
+        _write(html_file, draw_plans(plans, settings.cost, title=Path(rollouts).name, facts=facts))
+        say(f"drawn: {html_file}")
 
 
-def _table(counts: PlanStatistics, work: WorkStatistics | None, memory: MemoryStatistics | None) -> Table:
+def _columns(samples: Sequence[Sample]):
+    return [s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples]
+
+
+def _built(samples: Sequence[Sample], task, settings: Settings) -> Plan:
+    own = [samples[i] for i in task.sequences.tolist()]
+    return build_plan(task, *_columns(own), multiple=settings.multiple, in_flight=settings.in_flight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schedule:
+    """What is predicted of the ranks together."""
+
+    ranks: int
+    devices: int
+    padding: int
+    unsplit_tokens: int
+    """Distinct tokens of the batch; ranks compute a path that is on several of them each."""
+    copied_share: float
+    """Tokens that ranks compute beyond those, over them."""
+    least_pushed: int
+    """Tokens that have to be pushed at this budget, on any ranks' own forests."""
+    padded_share: float
+    """Rows of padding over all rows with gradient."""
+    step_seconds: float
+    """Until the last rank is done, the pipeline's filling and draining included."""
+    slowest_seconds: float
+    mean_seconds: float
+    imbalance: float
+    """The slowest rank over the mean."""
+    bound_seconds: float
+    """No spreading over these ranks is faster."""
+    chunks: tuple[int, ...]
+    """Chunks of every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """Everything that `plan` tells."""
+
+    plan: PlanStatistics
+    schedule: _Schedule
+    work: WorkStatistics | None
+    memory: MemoryStatistics | None
+
+    @staticmethod
+    def of(outline: Outline, batch: BatchPlan, plans: list[Plan], layout: Layout, config, dtype: str) -> "_Report":
+        counts = over_ranks([plan_statistics(plan) for plan in plans])
+        tokens = max(batch.tree_tokens, 1)
+        schedule = _Schedule(
+            ranks=layout.ranks,
+            devices=layout.devices,
+            padding=layout.multiple,
+            unsplit_tokens=batch.tree_tokens,
+            copied_share=float(batch.rank_tokens.sum()) / tokens - 1 if batch.tree_tokens else 0.0,
+            least_pushed=sum(least_pushed(outline.part_of(task.sequences), task.capacity) for task in batch.tasks),
+            padded_share=1 - counts.tree_tokens / counts.rows if counts.rows else 0.0,
+            step_seconds=_step_seconds(batch, layout),
+            slowest_seconds=float(batch.seconds.max()),
+            mean_seconds=float(batch.seconds.mean()),
+            imbalance=_imbalance(batch),
+            bound_seconds=batch.bound_seconds,
+            chunks=tuple(len(plan.chunks) for plan in plans),
+        )
+        shares = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
+        return _Report(
+            plan=counts,
+            schedule=schedule,
+            work=work_statistics(plans, counts, config) if config else None,
+            memory=memory_statistics(counts, config, dtype, **shares) if config else None,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"plan": self.plan, "schedule": self.schedule}
+        parts |= {"work": self.work, "memory_bytes": self.memory}
+        return {name: asdict(part) for name, part in parts.items() if part is not None}
+
+
+def _imbalance(batch: BatchPlan) -> float:
+    mean = float(batch.seconds.mean())
+    return float(batch.seconds.max()) / mean if mean else 1.0
+
+
+def _step_seconds(batch: BatchPlan, layout: Layout) -> float:
+    """Return the predicted time of a step: stages wait while the pipeline fills and drains, once per step."""
+    largest = max((float(p.chunk_seconds.max(initial=0.0)) for p in batch.predictions), default=0.0)
+    return batch.step_seconds + (layout.pipeline - 1) * largest
+
+
+def _table(report: _Report) -> Table:
     table = Table(show_header=False)
-    c = counts
+    c, s, work, memory = report.plan, report.schedule, report.work, report.memory
+    chunks = f"{c.chunks:,} of at most {c.budget:,} rows, filled {c.fill:.3f}"
+    if s.ranks > 1:
+        chunks += f"; {min(s.chunks)} to {max(s.chunks)} a rank"
+    unavoidable = f"; {s.least_pushed:,} is the least" if c.pushed_tokens else ""
     rows = {
         "sequences, trees, segments": f"{c.sequences:,}, {c.trees:,}, {c.segments:,} (longest path {c.longest_path:,})",
         "tokens: sequences -> tree": f"{c.sequence_tokens:,} -> {c.tree_tokens:,} ({c.token_ratio:.2f}x)",
         "attention area: sequences -> tree": f"{c.sequence_area:,} -> {c.tree_area:,} ({c.area_ratio:.2f}x)",
         "trained tokens -> LM head rows": f"{c.trained_tokens:,} -> {c.head_rows:,}",
-        "chunks": f"{c.chunks:,} of at most {c.budget:,} rows, filled {c.fill:.3f}",
-        "pushed tokens": f"{c.pushed_tokens:,} in {c.pushes:,} pushes ({c.pushed_share:.2%} of the tree)",
+        "chunks": chunks,
+        "pushed tokens": f"{c.pushed_tokens:,} in {c.pushes:,} pushes ({c.pushed_share:.2%} of the tree{unavoidable})",
+        "padding": f"calls are multiples of {s.padding} rows; {s.padded_share:.2%} of all rows are padding",
         "cache at the peak": f"{c.state_rows:,} states, {c.grad_rows:,} accumulators",
     }
+    if s.ranks > 1:
+        rows["ranks"] = (
+            f"{s.ranks:,} data-parallel, {s.devices:,} devices; slowest over mean {s.imbalance:.4f}, tokens computed "
+            f"on several ranks {s.copied_share:.2%}"
+        )
     if work:
         rows["work: sequences -> tree"] = (
             f"{work.sequence_flops / 1e12:,.1f} -> {work.tree_flops / 1e12:,.1f} TFLOP ({work.flop_ratio:.2f}x), "
             f"pushes {work.push_flops / 1e12:,.1f}"
         )
+        rows["predicted step"] = (
+            f"{s.step_seconds:.3f} s (slowest rank {s.slowest_seconds:.3f}, mean {s.mean_seconds:.3f}, "
+            f"no plan is below {s.bound_seconds:.3f})"
+        )
     if memory:
         parts = asdict(memory)
         shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if name != "total")
-        rows["predicted memory"] = f"{memory.total / 2**30:.2f} GiB ({shown})"
+        rows["predicted memory"] = f"{memory.total / 2**30:.2f} GiB a device ({shown})"
     for name, value in rows.items():
         table.add_row(name, value)
-    if not work:
-        table.add_row("work and memory", "name a model's config.json with --config")
     return table
 
 
-def _write(path: Path, text: str) -> None:
+def _simulate(
+    outline: Outline,
+    settings: Settings,
+    layout: Layout,
+    ranks: Sequence[int],
+    repeat: int | None,
+    json_file: str | None,
+) -> None:  # fmt: skip
+    """Predict steps of the batch repeated, on every number of ranks, and print them."""
+    counts = sorted(set(ranks or SIMULATED_RANKS))
+    if counts[0] < 1 or any(count % layout.expert for count in counts):
+        raise UsageError(f"ranks to simulate are {counts}; expected positive multiples of ep = {layout.expert}")
+    if repeat is not None and repeat < 1:
+        raise UsageError(f"repeat is {repeat}; expected at least 1")
+    if outline.num_nodes == 0:
+        raise UsageError("the rollout file has no sequence; there is nothing to simulate")
+    batch = repeated(outline, repeat or _copies(outline, counts[-1], settings))
+    copies = len(batch.last) // len(outline.last)
+    work = float(node_work(batch, settings.cost).sum())
+    say(
+        f"the batch {copies:,} times, contents and lengths changed: {len(batch.last):,} sequences, "
+        f"{batch.num_tokens:,} tree tokens"
+    )
+    table = Table(
+        "ranks", "devices", "step, s", "slowest/mean", "copied tokens", "work/step", "chunks a rank", "plan, s"
+    )
+    rows = []
+    for count in track(counts, description="planning", transient=True):
+        start = time.perf_counter()
+        plan = plan_batch(batch, _with_ranks(settings, count))
+        step = _step_seconds(plan, layout)
+        chunks = [len(p.rows) for p in plan.predictions]
+        row = {
+            "ranks": count,
+            "devices": layout.devices // layout.ranks * count,
+            "step_seconds": step,
+            "imbalance": _imbalance(plan),
+            "copied_share": float(plan.rank_tokens.sum()) / plan.tree_tokens - 1,
+            "efficiency": work / count / step,
+            "chunks": float(np.mean(chunks)),
+            "plan_seconds": time.perf_counter() - start,
+        }
+        rows.append(row)
+        table.add_row(
+            f"{count:,}", f"{row['devices']:,}", f"{step:.3f}", f"{row['imbalance']:.4f}", f"{row['copied_share']:.2%}",
+            f"{row['efficiency']:.3f}", f"{row['chunks']:.1f}", f"{row['plan_seconds']:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+    say("work/step: time of the tokens alone, each computed once and spread evenly, over the predicted step")
+    if json_file:
+        _write(json_file, json.dumps({"copies": copies, "steps": rows}, indent=2) + "\n")
+
+
+def _copies(outline: Outline, ranks: int, settings: Settings) -> int:
+    chunk = capacity_of(outline.num_tokens, settings.budget, settings.multiple) if settings.budget != WHOLE else 0
+    enough = (SAMPLES_PER_RANK * ranks / len(outline.last), ranks * chunk / outline.num_tokens)
+    return max(1, math.ceil(max(enough)))
+
+
+def _with_ranks(settings: Settings, ranks: int) -> Settings:
+    return Settings(**{**vars(settings), "ranks": ranks})
+
+
+def _write(path: str, text: str) -> None:
     try:
-        with replaced(path) as file:
+        with replaced(Path(path)) as file:
             file.write(text.encode())
     except OSError as error:
         raise UsageError(f"{path}: cannot write ({error.strerror})") from None

@@ -11,7 +11,7 @@ Shapes: W processes, R replicas.
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np

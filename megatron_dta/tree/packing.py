@@ -71,6 +71,11 @@ class Packing:
         return np.add.reduceat(self.length, starts), self.chunk[starts]
 
 
+def least_pushed(outline: Outline, capacity: int) -> int:
+    """Count the heavy tokens: no assignment to chunks of `capacity` tokens pushes fewer."""
+    return int(np.clip(outline.size - capacity, 0, outline.length).sum())
+
+
 def pack(outline: Outline, capacity: int, window: int | None) -> Packing:
     """Pack into chunks of at most `capacity` tokens, pushing the heavy tokens alone; at most `window` bins are open."""
 

@@ -3,7 +3,8 @@
 Work is counted as model FLOPs: two per multiply-add, backward twice the forward, attention by visible area.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,22 @@ def plan_statistics(plan: Plan) -> PlanStatistics:
     )
 
 
+def over_ranks(parts: Sequence[PlanStatistics]) -> PlanStatistics:
+    """Put the counts of all ranks together: sums, and for what is a peak the largest."""
+    largest = ("longest_path", "budget", "rows_in_flight", "state_rows", "grad_rows")
+    found: dict[str, Any] = {}
+    for f in fields(PlanStatistics):
+        values = [getattr(part, f.name) for part in parts]
+        found[f.name] = max(values) if f.name in largest else sum(values)
+    found |= {
+        "token_ratio": found["sequence_tokens"] / max(found["tree_tokens"], 1),
+        "area_ratio": found["sequence_area"] / max(found["tree_area"], 1),
+        "pushed_share": found["pushed_tokens"] / max(found["tree_tokens"], 1),
+        "fill": found["tree_tokens"] / max(sum(part.chunks * part.budget for part in parts), 1),
+    }
+    return PlanStatistics(**found)
+
+
 def _rows_in_flight(plan: Plan) -> int:
     """Chunks run first in, first out: the largest sum over neighbours that are in flight together."""
     total = np.cumsum([0, *(chunk.size for chunk in plan.chunks)])
@@ -119,11 +136,14 @@ def _area(forest: Forest) -> int:
     return int(forest.depth.astype(np.int64).sum()) + forest.num_tokens
 
 
-def work_statistics(plan: Plan, counts: PlanStatistics, model: ModelConfig) -> WorkStatistics:
-    """Count the work of each sequence alone and of the plan, LM head included."""
+def work_statistics(plans: Sequence[Plan], counts: PlanStatistics, model: ModelConfig) -> WorkStatistics:
+    """Count the work of each sequence alone and of the plans of all ranks, LM head included."""
     linear, pair, head = linear_flops(model), attention_flops(model), head_flops(model)
-    depth = plan.forest.depth
-    pushed_area = sum(int(depth[push.tokens].astype(np.int64).sum()) + len(push.tokens) for push in plan.pushes)
+    pushed_area = sum(
+        int(plan.forest.depth[push.tokens].astype(np.int64).sum()) + len(push.tokens)
+        for plan in plans
+        for push in plan.pushes
+    )
     sequence = linear * counts.sequence_tokens + pair * counts.sequence_area + head * counts.trained_tokens
     tree = linear * counts.tree_tokens + pair * counts.tree_area + head * counts.head_rows
     return WorkStatistics(
@@ -159,18 +179,25 @@ def num_parameters(model: ModelConfig) -> int:
     return embeddings + linear_flops(model) // 2 + model.num_layers * (norms + biases) + model.hidden_size
 
 
-def memory_statistics(counts: PlanStatistics, model: ModelConfig, dtype: str) -> MemoryStatistics:
-    """Predict the memory of a step: gradients, optimizer and accumulators are at least fp32."""
+def memory_statistics(
+    counts: PlanStatistics, model: ModelConfig, dtype: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1
+) -> MemoryStatistics:
+    """Predict the memory of a step on one device: gradients, optimizer and accumulators are at least fp32.
+
+    Weights are spread over tensor and pipeline ranks, rows over all three. `counts` are those of the rank that has
+    most alive.
+    """
     narrow, wide = BYTES[dtype], max(BYTES[dtype], 4)
-    parameters = num_parameters(model)
+    parameters = -(-num_parameters(model) // (tensor * pipeline))
+    devices = tensor * context * pipeline
     per_state = 2 * model.num_layers * model.num_kv_heads * model.head_size
     parts = {
         "weights": parameters * narrow,
         "gradients": parameters * wide,
         "optimizer": parameters * (2 * wide + (wide if narrow < wide else 0)),
-        "states": counts.state_rows * per_state * narrow,
-        "accumulators": counts.grad_rows * per_state * wide,
-        "activations": counts.rows_in_flight * activation_bytes(model, narrow),
+        "states": counts.state_rows * per_state * narrow // devices,
+        "accumulators": counts.grad_rows * per_state * wide // devices,
+        "activations": counts.rows_in_flight * activation_bytes(model, narrow) // devices,
     }
     return MemoryStatistics(**parts, total=sum(parts.values()))
 
@@ -186,9 +213,3 @@ def activation_bytes(model: ModelConfig, element: int) -> int:
     kv = model.num_kv_heads * model.head_size
     per_layer = 6 * h + 3 * (q + 2 * kv) + q + h + 5 * model.ffn_size
     return model.num_layers * per_layer * element
-
-
-def as_json(counts: PlanStatistics, work: WorkStatistics | None, memory: MemoryStatistics | None) -> dict[str, Any]:
-    """Return all statistics as plain numbers."""
-    parts = {"plan": counts, "work": work, "memory_bytes": memory}
-    return {name: asdict(part) for name, part in parts.items() if part is not None}
