@@ -55,8 +55,9 @@ def bins(outline: Outline, capacity: int) -> np.ndarray | None:
     if len(outline.last) == 0 or path_work(outline, length).max() > capacity:
         return None
     units = _units(outline, length, capacity / _MOST)
-    taken = _Filling(units, itertools.repeat(float(capacity)), 1 / _MOST).run()
-    return _labels(outline, taken or [])
+    # Every bin takes a sequence, or none ever does: a long prefix whose branches do not all fit is not opened.
+    taken = _Filling(units, itertools.repeat(float(capacity), len(outline.last)), 1 / _MOST).run()
+    return None if taken is None else _labels(outline, taken)
 
 
 def _labels(outline: Outline, taken: list[tuple[int, int, int]]) -> np.ndarray:

@@ -56,7 +56,7 @@ class Packer:
     def pack(self, sequences: np.ndarray) -> RankPacking:
         """Pack some sequences, int [n], as fast as is found."""
         outline = self.outline.part_of(sequences)
-        capacity = capacity_of(outline.num_tokens, self.budget, self.multiple)
+        capacity = capacity_of(max(outline.num_tokens, 1), self.budget, self.multiple)  # a no-op has a row as well
         if outline.num_tokens <= capacity:
             packing = pack(outline, capacity, None)
             prediction = predict(packing, self.cost, capacity, self.multiple)
@@ -73,6 +73,8 @@ class Packer:
 
     def balanced(self, packed: RankPacking, num_chunks: int) -> RankPacking:
         """Pack a rank again into `num_chunks` chunks of about equal size; as it is, where that is not possible."""
+        if packed.num_chunks == 0:
+            return packed
         outline = self.outline.part_of(packed.sequences)
         level = -(-outline.num_tokens // num_chunks)
         found = []
@@ -80,7 +82,7 @@ class Packer:
             packing = pack_evenly(outline, packed.capacity, num_chunks, max(largest, 1))
             if packing.num_chunks <= num_chunks:
                 found.append((packing, predict(packing, self.cost, packed.capacity, self.multiple)))
-        if not found or packed.num_chunks == 0:
+        if not found:
             return packed
         # The other ranks wait for the largest chunk as often as there are chunks.
         packing, prediction = min(found, key=lambda f: num_chunks * f[1].chunk_seconds.max() + f[1].push_seconds.sum())

@@ -220,16 +220,18 @@ def random_packing(seed: int) -> tuple[Forest, Packing, int, int]:
     forest = random_forest(seed)
     packing = packing_of(forest, random_assignment(forest, rng, 5))
     multiple = int(rng.integers(1, 4))
-    largest = np.bincount(packing.chunk).max()
-    return forest, packing, int(-(-largest // multiple) * multiple), multiple
+    largest = int(np.bincount(packing.chunk, packing.length).max())
+    return forest, packing, -(-largest // multiple) * multiple, multiple
 
 
 def packing_of(forest: Forest, chunk_of: np.ndarray) -> Packing:
-    """Return a legal assignment of tokens to chunks, int [T], as a packing with a piece per token."""
+    """Return a legal assignment of tokens to chunks, int [T], as a packing."""
     outline, layout = outline_of(forest), Layout(forest, chunk_of)
     node = np.repeat(np.arange(outline.num_nodes), outline.length)
     chunk = np.argsort(layout.post_order())[layout.chunk_of]
-    return Packing(outline=outline, node=node, length=np.ones(len(node), np.int64), chunk=chunk)
+    start = np.flatnonzero(np.diff(node, prepend=-1) | np.diff(chunk, prepend=-1))
+    length = np.diff(np.append(start, forest.num_tokens))
+    return Packing(outline=outline, node=node[start], length=length, chunk=chunk[start])
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -247,7 +249,7 @@ def test_units_take_what_is_predicted(seed, regime):
     _, packing, capacity, multiple = random_packing(seed)
     cost = cost_of(regime, capacity)
     prediction = predict(packing, cost, capacity, multiple)
-    units = Units(packing, np.arange(packing.num_tokens), cost, capacity, multiple)
+    units = Units(packing, np.cumsum(packing.length) - packing.length, cost, capacity, multiple)
     chunks = [units.chunk(mask) for mask in units.chunks]
     np.testing.assert_allclose([chunk.seconds for chunk in chunks], prediction.chunk_seconds)
     assert sum(chunk.pushed for chunk in chunks) == prediction.pushed_tokens
@@ -260,7 +262,7 @@ def test_units_take_what_is_predicted(seed, regime):
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_improving_is_legal_repeatable_and_never_worse(seed, regime):
     _, packing, capacity, multiple = random_packing(seed)
     cost = cost_of(regime, capacity)
@@ -275,8 +277,8 @@ def test_improving_is_legal_repeatable_and_never_worse(seed, regime):
 
 def test_subtrees_that_are_kept_whole_move_as_one():
     """Twelve trees of nine nodes in chunks of their own are 108 nodes, and twelve units."""
-    tokens = [t + 100 * tree for tree in range(12) for t in broom(2 + tree, 8, 3)]
-    outline, cost = build_outline(tokens), cost_of("launches", 80)
+    tokens = [t + 100 * tree for tree in range(12) for t in broom(2, 8, 3)]
+    outline, cost = build_outline(tokens), cost_of("launches", 78)
     root = np.flatnonzero(outline.parent < 0)
     alone = Packing(
         outline=outline,
@@ -285,9 +287,9 @@ def test_subtrees_that_are_kept_whole_move_as_one():
         chunk=np.searchsorted(root, np.arange(outline.num_nodes), side="right") - 1,
     )
     assert outline.num_nodes > MOST_UNITS
-    found = predict(improve(alone, cost, 80, 1), cost, 80, 1)
-    assert len(found.rows) == -(-outline.num_tokens // 80)
-    assert len(found.push_rows) == 0
+    found = predict(improve(alone, cost, 78, 1), cost, 78, 1)
+    assert found.rows.tolist() == [78] * 4
+    assert found.pushed_tokens == 0
 
 
 def test_packings_of_many_parts_stay_as_they_are():
@@ -296,7 +298,7 @@ def test_packings_of_many_parts_stay_as_they_are():
     assert improve(packing, cost_of("launches", 1), 1, 1) is packing
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(10))
 def test_the_state_limit_is_kept_where_a_packing_keeps_it(number):
     outline, cost, capacity = instance("launches", number)
     least = min(predict(pack(outline, capacity, window), cost, capacity, 1).state_rows for window in WINDOWS)
