@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         plan.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{name}-parallel size")
     plan.add_argument("--fp8", default="none", choices=("none", "fp8", "mxfp8"), help="rows that low precision needs")
     plan.add_argument("--cost", default="h200", metavar="NAME", help="h200, cpu, or a file that `profile` wrote")
-    plan.add_argument("--state-limit", type=int, metavar="N", help="cached states to keep within where possible")
+    plan.add_argument("--state-limit", type=int, metavar="N", help="most cached states alive at once, in tokens")
     plan.add_argument("--json", metavar="FILE", help="also write the numbers as JSON")
     plan.add_argument("--html", metavar="FILE", help="also draw forests and the ranks' timeline, on one offline page")
     plan.add_argument(

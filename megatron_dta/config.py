@@ -61,7 +61,7 @@ class EngineSection:
     cost_model: str | None = None
     """What calls take on this machine: a file that `profile` wrote, h200 or cpu; by default what the device is."""
     state_limit: int | None = None
-    """Cached states, in tokens, that plans should keep within where they can; absent: the fastest plan."""
+    """Most cached states alive at once, in tokens; absent: whatever the fastest plan holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

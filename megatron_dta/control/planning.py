@@ -58,7 +58,7 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
     plan = plan_batch(build_outline(*(message[name] for name in _STRUCTURE)), settings)
     return {
         **{name: [getattr(task, name) for task in plan.tasks] for name in _ARRAYS},
-        "capacity": [task.capacity for task in plan.tasks],
+        "capacity": [[task.capacity, task.push_capacity] for task in plan.tasks],
         "slots": [None if task.slots is None else list(task.slots.pushes) for task in plan.tasks],
         "forecast": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(forecast_of(plan)).items()},
     }
@@ -84,9 +84,10 @@ def tasks_in(message: dict[str, Any]) -> list[Task]:
         Task(
             **{name: message[name][rank] for name in _ARRAYS},
             capacity=capacity,
+            push_capacity=push_capacity,
             slots=None if slots is None else Slots(pushes=tuple(slots)),
         )
-        for rank, (capacity, slots) in enumerate(zip(message["capacity"], message["slots"]))
+        for rank, ((capacity, push_capacity), slots) in enumerate(zip(message["capacity"], message["slots"]))
     ]
 
 

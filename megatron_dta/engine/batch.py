@@ -206,14 +206,14 @@ class Totals:
 def merged_metrics(parts: Sequence[dict[str, Any]], num_terms: int) -> dict[str, float]:
     """Return a step's loss, means over its trained tokens, and maxima, from the numbers of every rank.
 
-    A rank without a trained token has no sums and no maxima: it adds nothing.
+    A rank without a trained token has no sums and no maxima: it adds nothing. What only some of the others have, such
+    as the KL to a reference that some samples lack, is no mean over the step and is left out.
     """
-    sums: dict[str, float] = {}
+    sums = [part["sums"] for part in parts if part["sums"]]
+    shared = [name for name in sums[0] if all(name in part for part in sums)] if sums else []
+    means = {name: sum(part[name] for part in sums) / max(num_terms, 1) for name in shared}
     maxima: dict[str, float] = {}
     for part in parts:
-        for name, value in part["sums"].items():
-            sums[name] = sums.get(name, 0.0) + value
         for name, value in part["maxima"].items():
             maxima[name] = max(maxima.get(name, value), value)
-    means = {name: value / max(num_terms, 1) for name, value in sums.items()}
     return {"loss": sum(part["value"] for part in parts), **means, **maxima}

@@ -142,8 +142,8 @@ class TreeEngine(_Engine):
 
         budget: most rows with gradient per chunk, padding included, or `whole`; multiple: every call's rows are
         padded to it; backend: attention backend or its name, see `default_backend`; temperature: sampling temperature
-        of the rollouts; cost: what calls take on this machine, see `tree.cost`; state_limit: cached states that
-        plans keep within where they can; poison_cache: fill unused cache rows with NaN (debugging).
+        of the rollouts; cost: what calls take on this machine, see `tree.cost`; state_limit: most cached
+        states alive at once; poison_cache: fill unused cache rows with NaN (debugging).
         """
         super().__init__(model, temperature)
         self.budget, self.multiple, self.poison_cache = budget, multiple, poison_cache
@@ -276,7 +276,8 @@ def _loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> G
     that a backward runs also where no term depends on the model.
     """
     loss = objective(terms)
-    totals.add(loss)
+    if len(terms.logprobs):
+        totals.add(loss)
     grads = (None, None)
     if loss.value.requires_grad:
         grads = torch.autograd.grad(loss.value, leaves, allow_unused=True)

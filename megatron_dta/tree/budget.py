@@ -20,7 +20,7 @@ def row_multiple(
     of 16 (mxfp8: 32) rows on each of those ranks. Raises UsageError for values that are not positive and unknown
     formats.
     """
-    for name, value in (("block", block), ("tensor", tensor), ("context", context)):
+    for name, value in (("padding multiple", block), ("tensor", tensor), ("context", context)):
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise UsageError(f"{name} is {value!r}; expected a positive whole number")
     if fp8 not in FP8_ROWS:

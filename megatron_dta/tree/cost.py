@@ -72,8 +72,8 @@ class CostModel:
 def default_cost(model: ModelConfig, machine: str) -> CostModel:
     """Return the cost of a model on a machine that has not been profiled, `h200` or `cpu`.
 
-    Scaled from measured rates by the model's work. H200: bf16, fp32 gradients (README of tools/bench names the runs).
-    CPU: fp32, one core. Raises UsageError for another machine.
+    Scaled from measured rates by the model's work. H200: bf16, fp32 gradients, from the runs in
+    tools/bench/results/2026-11-30-h200-profile.md. CPU: fp32, one core. Raises UsageError for another machine.
     """
     if machine not in _MACHINES:
         raise UsageError(f"machine is {machine!r}; expected one of {', '.join(_MACHINES)}, or profile it")
@@ -149,46 +149,84 @@ class _Rates:
     """What a machine does, for any model."""
 
     matrix: float
-    """FLOP per second of the layers' matrices and the LM head."""
+    """FLOP per second of products in the model's dtype: the layers' matrices and the LM head."""
+    wide: float
+    """FLOP per second of the LM head's weight gradient, whose factors are at least fp32."""
     attention: float
     """FLOP per second of attention over its visible pairs."""
     memory: float
     """Bytes per second."""
-    launch: float
-    """Host seconds per layer of a forward and backward; a forward alone takes a third."""
+    passes: float
+    """How often a forward, or a backward, moves what the layers' matrices return: norms, activations, copies."""
+    head_passes: float
+    """How often a forward and backward move the logits, 4 bytes each."""
+    layer: float
+    """Host seconds of a layer's forward and backward."""
+    call: float
+    """Host seconds of a forward and backward besides its layers."""
     element: int
     """Bytes of a weight, an activation or a cached state."""
+
+
+_FORWARD = 0.45
+"""A forward's share of the host time of both."""
 
 
 def _from_rates(name: str, rates: _Rates, model: ModelConfig) -> CostModel:
     q, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     matrices = model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.ffn_size)
-    embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
-    row = 2 * matrices / rates.matrix
+    head = model.vocab_size * model.hidden_size
+    product = 2 * matrices / rates.matrix
+    returned = model.num_layers * (q + 2 * kv + 2 * model.hidden_size + 2 * model.ffn_size)
+    elementwise = rates.passes * returned * rates.element / rates.memory
     pair = 4 * model.num_layers * q / rates.attention
-    source = 2 * model.hidden_size * model.vocab_size / rates.matrix
+    # Logits are made twice; their gradients then go to the hidden states and to the weight.
+    logits = rates.head_passes * 4 * model.vocab_size / rates.memory
+    source = 3 * 2 * head / rates.matrix + 2 * head / rates.wide + logits
     # Forward: states are gathered into one array (read, written, read). Backward: gathered again; their gradients are
-    # written, read, and added to 4-byte accumulators.
+    # read, widened (written, read) and added to 4-byte accumulators, zeroed before.
     states = 2 * model.num_layers * kv
     gather = 3 * states * rates.element / rates.memory
-    accumulate = states * (2 * rates.element + 8) / rates.memory
-    weights = (matrices + embeddings) * rates.element / rates.memory
-    gradients = (matrices + embeddings) * (rates.element + 8) / rates.memory
-    launch = model.num_layers * rates.launch
-    forward = CallCost(launch=launch / 3, fixed=weights, row=row, pair=pair, context=gather, source=0.0)
-    both = CallCost(
-        launch=launch,
-        fixed=2 * weights + gradients,
-        row=3 * row,
-        pair=3 * pair,
-        context=2 * gather + accumulate,
-        source=3 * source,
+    accumulate = states * (rates.element + 20) / rates.memory
+    # Weights are read in each direction, the head's three times. A gradient is written, read, and added to a 4-byte
+    # one. The head's is first summed in 4 bytes: zeroed, read, written, read; a tied embedding's is added to it.
+    add = 2 * rates.element + 8
+    embedding = 4 * rates.element if model.tied else add
+    both = matrices * (2 * rates.element + add) + head * (3 * rates.element + 16 + add + embedding)
+    launch = model.num_layers * rates.layer + rates.call
+    push = CallCost(
+        launch=_FORWARD * launch,
+        fixed=matrices * rates.element / rates.memory,
+        row=product + elementwise,
+        pair=pair,
+        context=gather,
+        source=0.0,
     )
-    return CostModel(machine=name, chunk=both, push=forward, fit={"source": "scaled from shipped rates"})
+    chunk = CallCost(
+        launch=launch,
+        fixed=both / rates.memory,
+        row=3 * product + 2 * elementwise,
+        pair=3.5 * pair,  # backward: the scores again, and four products
+        context=2 * gather + accumulate,
+        source=source,
+    )
+    return CostModel(machine=name, chunk=chunk, push=push, fit={"source": "scaled from shipped rates"})
 
 
-_H200 = _Rates(matrix=560e12, attention=540e12, memory=3.6e12, launch=6.8e-3, element=2)
-_CPU = _Rates(matrix=50e9, attention=31e9, memory=15e9, launch=2.8e-3, element=4)
+_H200 = _Rates(
+    matrix=800e12,
+    wide=48e12,
+    attention=640e12,
+    memory=2.6e12,
+    passes=10,
+    head_passes=22,
+    layer=2.9e-3,
+    call=4e-3,
+    element=2,
+)
+_CPU = _Rates(
+    matrix=60e9, wide=60e9, attention=36e9, memory=15e9, passes=0, head_passes=0, layer=2.8e-3, call=0.0, element=4
+)
 _MACHINES: dict[str, Callable[[ModelConfig], CostModel]] = {
     "h200": lambda model: _from_rates("h200", _H200, model),
     "cpu": lambda model: _from_rates("cpu", _CPU, model),

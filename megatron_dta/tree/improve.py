@@ -27,20 +27,38 @@ STEPS = 5000
 HOT, COLD = 0.05, 0.002
 """First and last temperature, as shares of a chunk's mean time."""
 MOST_TRIED = 16
+SMALLER_PUSHES = (4, 16, 64)
+"""Parts of the capacity that pushes take where full ones would hold too many states at once."""
 
 Candidate = tuple[Packing, Prediction]
 
 
 def best_packing(
-    outline: Outline, cost: CostModel, capacity: int, multiple: int, state_limit: int | None = None
+    outline: Outline,
+    cost: CostModel,
+    capacity: int,
+    multiple: int,
+    state_limit: int | None = None,
+    *,
+    search: bool = True,
 ) -> Candidate:
     """Return the packing of an outline that is predicted to be fastest, and its prediction.
 
     Of packings that take the same within TOLERANCE it is the one with the fewest cached rows. At most `state_limit`
-    states are alive at once; where no packing keeps to that, it is the one with the fewest.
+    states are alive at once; where no packing keeps to that, it is the one with the fewest. Without `search` it is not
+    improved: milliseconds, for trying many.
     """
     packings = {p.chunk.tobytes() + p.length.tobytes(): p for p in (pack(outline, capacity, w) for w in WINDOWS)}
     chosen = _choose([(p, predict(p, cost, capacity, multiple)) for p in packings.values()], state_limit)
+    for share in SMALLER_PUSHES:
+        if state_limit is None or chosen[1].state_rows <= state_limit or share * multiple > capacity:
+            break
+        push_capacity = capacity // (share * multiple) * multiple
+        chosen = _choose([(p, predict(p, cost, push_capacity, multiple)) for p in packings.values()], state_limit)
+    if chosen[1].push_capacity < capacity:
+        return chosen  # the search below knows full pushes only
+    if not search:
+        return chosen
     better = improve(chosen[0], cost, capacity, multiple, state_limit)
     return _choose([chosen, (better, predict(better, cost, capacity, multiple))], state_limit)
 

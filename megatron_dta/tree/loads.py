@@ -9,8 +9,11 @@ import math
 
 import numpy as np
 
+from megatron_dta.tree.layout import group_by
 from megatron_dta.tree.outline import Outline
 
+_COUNTED = 2**24
+"""Up to so many (rank, node) pairs, counting is faster than walking up paths."""
 _PRECISION = 5e-5
 """Bisection of the bound stops here, relative."""
 
@@ -32,6 +35,10 @@ def subtree_work(outline: Outline, work: np.ndarray) -> np.ndarray:
 def loads(outline: Outline, work: np.ndarray, rank_of: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the work of every rank, float64 [R]: the union of its sequences' paths."""
     found = np.zeros(num_ranks)
+    if num_ranks * outline.num_nodes < _COUNTED:
+        for rank, own in enumerate(group_by(rank_of, num_ranks)):
+            found[rank] = work[outline.held(own) > 0].sum()
+        return found
     frontier = np.unique(outline.last * num_ranks + rank_of)
     seen = [frontier]
     while len(frontier):

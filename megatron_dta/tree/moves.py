@@ -56,7 +56,7 @@ def moves_from(outline, work, rank_of, load, factors, full: int, least: float = 
 
     Only moves that take at least `least` work from the rank are looked at.
     """
-    held = _held(outline, rank_of == full)
+    held = outline.held(np.flatnonzero(rank_of == full))
     inner = outline.parent >= 0
     above = np.where(inner, held[outline.parent], np.iinfo(held.dtype).max)
     # The top of a path that only these sequences use; the rank keeps others.
@@ -67,7 +67,7 @@ def moves_from(outline, work, rank_of, load, factors, full: int, least: float = 
     for target in np.argsort(load, kind="stable")[: _TARGETS + 1].tolist():
         if target == full or not len(node):
             continue
-        missing = work * (_held(outline, rank_of == target) == 0)
+        missing = work * (outline.held(np.flatnonzero(rank_of == target)) == 0)
         path = path_work(outline, missing) - missing
         added = (subtree_work(outline, missing * (held > 0)) + path)[node]
         after_full, after_target = load[full] - saved * factors[full], load[target] + added * factors[target]
@@ -81,9 +81,3 @@ def moves_from(outline, work, rank_of, load, factors, full: int, least: float = 
             )
         )
     return found
-
-
-def _held(outline: Outline, chosen: np.ndarray) -> np.ndarray:
-    """Count the chosen sequences below every node, int64 [N]."""
-    so_far = np.concatenate([[0], np.cumsum(np.bincount(outline.last[chosen], minlength=outline.num_nodes))])
-    return so_far[outline.end] - so_far[:-1]

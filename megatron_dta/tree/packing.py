@@ -268,6 +268,8 @@ class Prediction:
     state_rows: int
     """Most cached states alive at once, with one chunk in flight."""
     grad_rows: int
+    push_capacity: int
+    """Most tokens of a push: a small one holds few states before they are needed."""
 
     @property
     def seconds(self) -> float:
@@ -275,7 +277,10 @@ class Prediction:
 
 
 def predict(packing: Packing, cost: CostModel, capacity: int, multiple: int) -> Prediction:
-    """Predict the calls that `schedule` makes of a packing. Raises ValueError where no order of its chunks is legal."""
+    """Predict the calls that `schedule` makes of a packing, with pushes of at most `capacity` tokens.
+
+    Raises ValueError where its chunks are not numbered in a legal order.
+    """
     outline, length, chunk = packing.outline, packing.length, packing.chunk
     layout = Layout(packing, chunk)
     num_chunks = packing.num_chunks
@@ -303,6 +308,7 @@ def predict(packing: Packing, cost: CostModel, capacity: int, multiple: int) -> 
         pushed_tokens=int(pushes.length.sum()),
         state_rows=_most_alive(pushes.before[pushes.call], readers[piece], pushes.length, num_chunks),
         grad_rows=_most_alive(pushes.needed_by, chunk[piece], pushes.length, num_chunks),
+        push_capacity=capacity,
     )
 
 

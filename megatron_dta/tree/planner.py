@@ -29,6 +29,8 @@ _ROUNDS = 3
 _EVALUATIONS = 96
 _TRIALS = 128
 """Ranks packed while spreading, at least one round of all, and moves tried after: what bounds planning time."""
+_NODES = 300_000
+"""Nodes packed while spreading, at least one round."""
 _EVEN = 1.002
 """Slowest over mean where no move is worth its search."""
 
@@ -48,12 +50,13 @@ class Settings:
     """Neighbouring ranks that share collectives inside the model (experts): they run equally many operations."""
     in_flight: int = 1
     state_limit: int | None = None
-    """Cached states that a rank should not exceed where a plan within it is found."""
+    """Most cached states alive at once on a rank."""
 
     def __post_init__(self):
         for name in ("ranks", "together", "in_flight", "multiple"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; expected at least 1")
+                shown = "padding multiple" if name == "multiple" else name
+                raise UsageError(f"{shown} is {getattr(self, name)}; expected at least 1")
         if self.ranks % self.together:
             raise UsageError(
                 f"{self.ranks} data-parallel ranks do not divide into groups of {self.together} that share "
@@ -73,6 +76,7 @@ class Task:
     run_chunk: np.ndarray
     """int64: chunks of its tree tokens in preorder, run-length encoded."""
     capacity: int
+    push_capacity: int
     slots: Slots | None
     """Operations it runs where ranks share collectives, or where it has no sequence."""
 
@@ -96,7 +100,10 @@ class BatchPlan:
 
 
 def plan_batch(outline: Outline, settings: Settings) -> BatchPlan:
-    """Decide who trains what in which chunks. Raises UsageError for a budget below one padded row."""
+    """Decide who trains what in which chunks.
+
+    Raises UsageError for a budget below one padded row, or where no plan was found within the state limit.
+    """
     work = node_work(outline, settings.cost)
     packer = Packer(
         outline=outline,
@@ -107,10 +114,13 @@ def plan_batch(outline: Outline, settings: Settings) -> BatchPlan:
         state_limit=settings.state_limit,
     )
     best = _settle(packer, _spread(packer, settings))
+    searched = [packer.pack(p.sequences) for p in best]
+    best = [min(pair, key=lambda p: p.prediction.seconds) for pair in zip(best, searched)]
     slots: list[Slots | None] = [None if len(p.sequences) else _ONE_SLOT for p in best]
     step_seconds = [p.prediction.seconds for p in best]
     if settings.together > 1:
         best, slots, step_seconds = _align(packer, best, settings)
+    _check_states(best, settings.state_limit)
     return BatchPlan(
         tasks=tuple(_task(p, s) for p, s in zip(best, slots)),
         predictions=tuple(p.prediction for p in best),
@@ -120,6 +130,16 @@ def plan_batch(outline: Outline, settings: Settings) -> BatchPlan:
         tree_tokens=outline.num_tokens,
         rank_tokens=np.array([p.num_tokens for p in best]),
     )
+
+
+def _check_states(packed: list[RankPacking], limit: int | None) -> None:
+    most = max(packed, key=lambda p: p.prediction.state_rows)
+    if limit is not None and most.prediction.state_rows > limit:
+        raise UsageError(
+            f"state_limit is {limit}; the fewest cached states found for a rank of {most.num_tokens} tree tokens, "
+            f"{len(most.sequences)} sequences, are {most.prediction.state_rows}: raise the limit or the budget, or "
+            "spread the batch over more ranks"
+        )
 
 
 def _bound(outline: Outline, work: np.ndarray, settings: Settings) -> float:
@@ -138,13 +158,16 @@ def _spread(packer: Packer, settings: Settings) -> list[RankPacking]:
 
     def attempt(weight: np.ndarray, factors: np.ndarray) -> list[RankPacking]:
         nonlocal best
-        packed = [packer.pack(sequences) for sequences in group_by(spread(outline, weight, factors), ranks)]
+        packed = [
+            packer.pack(sequences, search=False) for sequences in group_by(spread(outline, weight, factors), ranks)
+        ]
         if not best or _slowest(packed) < _slowest(best):
             best = packed
         return packed
 
     packed = attempt(packer.work, np.ones(ranks))
-    for _ in range(min(_ROUNDS, _EVALUATIONS // ranks) - 1 if ranks > 1 else 0):
+    rounds = min(_ROUNDS, _EVALUATIONS // ranks, _NODES // max(outline.num_nodes, 1)) if ranks > 1 else 1
+    for _ in range(rounds - 1):
         # A rank's true cost over its work: chunks that are not full, pushes, contexts.
         factors = np.array([p.prediction.seconds / p.work if p.work else 1.0 for p in packed])
         packed = attempt(packer.work, factors)
@@ -178,8 +201,8 @@ def _settle(packer: Packer, packed: list[RankPacking]) -> list[RankPacking]:
             trials -= 1
             moving = move.sequences(outline, rank_of, full)
             target = packed[move.target]
-            given = packer.pack(np.setdiff1d(packed[full].sequences, moving, assume_unique=True))
-            taken = packer.pack(np.union1d(target.sequences, moving))
+            given = packer.pack(np.setdiff1d(packed[full].sequences, moving, assume_unique=True), search=False)
+            taken = packer.pack(np.union1d(target.sequences, moving), search=False)
             if max(given.prediction.seconds, taken.prediction.seconds) < seconds[full] * (1 - 1e-6):
                 packed[full], packed[move.target] = given, taken
                 rank_of[moving] = move.target
@@ -239,6 +262,7 @@ def _task(packed: RankPacking, slots: Slots | None) -> Task:
         run_length=packed.run_length.astype(np.int64),
         run_chunk=packed.run_chunk.astype(np.int64),
         capacity=packed.capacity,
+        push_capacity=packed.prediction.push_capacity,
         slots=slots,
     )
 
@@ -263,4 +287,12 @@ def build_plan(
             f"{task.run_length.sum()}: not the same batch"
         )
     chunk_of = np.repeat(task.run_chunk, task.run_length)
-    return schedule(forest, chunk_of, capacity=task.capacity, multiple=multiple, in_flight=in_flight, slots=task.slots)
+    return schedule(
+        forest,
+        chunk_of,
+        capacity=task.capacity,
+        push_capacity=task.push_capacity,
+        multiple=multiple,
+        in_flight=in_flight,
+        slots=task.slots,
+    )

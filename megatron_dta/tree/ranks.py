@@ -53,15 +53,17 @@ class Packer:
     multiple: int
     state_limit: int | None
 
-    def pack(self, sequences: np.ndarray) -> RankPacking:
-        """Pack some sequences, int [n], as fast as is found."""
+    def pack(self, sequences: np.ndarray, *, search: bool = True) -> RankPacking:
+        """Pack some sequences, int [n], as fast as is found; without `search`, as a first estimate."""
         outline = self.outline.part_of(sequences)
         capacity = capacity_of(max(outline.num_tokens, 1), self.budget, self.multiple)  # a no-op has a row as well
         if outline.num_tokens <= capacity:
             packing = pack(outline, capacity, None)
             prediction = predict(packing, self.cost, capacity, self.multiple)
         else:
-            packing, prediction = best_packing(outline, self.cost, capacity, self.multiple, self.state_limit)
+            packing, prediction = best_packing(
+                outline, self.cost, capacity, self.multiple, self.state_limit, search=search
+            )
         length, chunk = packing.runs()
         shared = self._packed(
             outline, sequences, np.zeros(len(sequences), np.int64), length, chunk, capacity, prediction
@@ -119,6 +121,7 @@ class Packer:
             pushed_tokens=0,
             state_rows=0,
             grad_rows=0,
+            push_capacity=capacity,
         )
         return self._packed(
             outline, sequences, parts, tokens.astype(np.int64), np.arange(num_parts), capacity, prediction

@@ -25,6 +25,7 @@ def schedule(
     chunk_of: np.ndarray,
     *,
     capacity: int,
+    push_capacity: int | None = None,
     multiple: int = 1,
     in_flight: int = 1,
     slots: Slots | None = None,
@@ -32,16 +33,17 @@ def schedule(
     """Turn any assignment of tokens to chunks, int [T], into a plan.
 
     Chunks run in the order of their numbers where that is legal, else in an order found. Pushed tokens stand in line
-    as chunks need them; a push takes the next `capacity` of the line, right before a chunk that needs one of them, or
-    where `slots` has it. At most `in_flight` chunks are between forward and backward; backwards run in the order of
-    the forwards. Raises ValueError where chunks hold each other's ancestors, a chunk exceeds the capacity, the
-    capacity is no multiple of the padding, `in_flight` is below 1, or the slots do not suffice.
+    as chunks need them; a push takes the next `push_capacity` (by default `capacity`) of the line, right before a
+    chunk that needs one of them, or where `slots` has it. At most `in_flight` chunks are between forward and backward;
+    backwards run in the order of the forwards. Raises ValueError where chunks hold each other's ancestors, a chunk
+    exceeds the capacity, the capacity is no multiple of the padding, `in_flight` is below 1, or the slots do not
+    suffice.
     """
     if in_flight < 1:
         raise ValueError(f"in_flight is {in_flight}; expected at least one chunk between forward and backward")
     if capacity % multiple:
         raise ValueError(f"capacity is {capacity}; expected full multiples of the padding, {multiple}")
-    builder = _Builder(forest, chunk_of, capacity, multiple)
+    builder = _Builder(forest, chunk_of, capacity, push_capacity or capacity, multiple)
     largest = max((len(tokens) for tokens in builder.layout.tokens), default=0)
     if largest > capacity:
         raise ValueError(f"a chunk holds {largest} tokens; the capacity is {capacity}")
@@ -88,10 +90,10 @@ class _Rows:
 class _Builder:
     """Emit operations in order and keep the books of both caches."""
 
-    def __init__(self, forest: Forest, chunk_of: np.ndarray, capacity: int, multiple: int):
+    def __init__(self, forest: Forest, chunk_of: np.ndarray, capacity: int, push_capacity: int, multiple: int):
         self.forest, self.layout = forest, Layout(forest, chunk_of)
         layout = self.layout
-        self.capacity, self.multiple = capacity, multiple
+        self.capacity, self.push_capacity, self.multiple = capacity, push_capacity, multiple
         self.contexts = layout.contexts()
         self.state_row = np.full(self.forest.num_tokens, -1, np.int32)
         self.grad_row = np.full(self.forest.num_tokens, -1, np.int32)
@@ -119,11 +121,11 @@ class _Builder:
             line.append(fresh)
             lengths.append(len(fresh))
         self.line = np.concatenate(line)
-        return -(-np.cumsum(lengths, dtype=np.int64) // max(self.capacity, 1))
+        return -(-np.cumsum(lengths, dtype=np.int64) // max(self.push_capacity, 1))
 
     def push(self) -> None:
         """Push the next tokens of the line, or padding where it is empty."""
-        tokens, self.line = np.sort(self.line[: self.capacity]), self.line[self.capacity :]
+        tokens, self.line = np.sort(self.line[: self.push_capacity]), self.line[self.push_capacity :]
         context = self.layout.ancestors(tokens)
         call = self._call(tokens, context[~np.isin(context, tokens, assume_unique=True)])
         rows = self.state.take(len(tokens))
