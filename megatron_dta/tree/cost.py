@@ -216,9 +216,9 @@ def _from_rates(name: str, rates: _Rates, model: ModelConfig) -> CostModel:
 _H200 = _Rates(
     matrix=800e12,
     wide=48e12,
-    attention=640e12,
+    attention=620e12,
     memory=2.6e12,
-    passes=10,
+    passes=11,
     head_passes=22,
     layer=2.9e-3,
     call=4e-3,

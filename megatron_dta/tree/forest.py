@@ -151,7 +151,7 @@ def _next(words, alike: list[int], start: int, stop: int) -> int:
 
 
 _NONE = np.zeros(0, np.int32)
-_BLOCK = 64
+_BLOCK = 256
 _LARGEST_ID = 2**31 - 1
 
 

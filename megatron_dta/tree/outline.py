@@ -160,7 +160,7 @@ def build_outline(
             path[shared:length] = np.arange(runs.start[-1], runs.num_tokens)
         runs.sequence_end[i] = path[length - 1]
         if loss_masks is not None:
-            is_source[path[np.flatnonzero(loss_masks[i][1:])]] = True
+            is_source[path[: length - 1][np.asarray(loss_masks[i][1:], bool)]] = True
     return _outline_of_runs(runs, np.array(starts, np.int64), is_source[: runs.num_tokens])
 
 
@@ -182,4 +182,6 @@ def _outline_of_runs(runs: Runs, starts: np.ndarray, is_source: np.ndarray) -> O
 
 def _sums(flags: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Count the flags of every node, int64 [N]."""
-    return np.bincount(np.searchsorted(start, np.flatnonzero(flags), side="right") - 1, minlength=len(start))
+    so_far = np.cumsum(flags, dtype=np.int32)
+    before = np.where(start > 0, so_far[start - 1], 0) if len(start) else start
+    return np.diff(before, append=so_far[-1] if len(so_far) else 0).astype(np.int64)

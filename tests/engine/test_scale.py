@@ -1,12 +1,13 @@
 """A38: very deep and very wide forests are planned, run and saved as statistics; no recursion anywhere."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from megatron_dta.engine.engine import FlatEngine, TreeEngine
-from megatron_dta.tree.statistics import as_json, plan_statistics
+from megatron_dta.tree.statistics import plan_statistics
 from tests.batches import VOCAB, tiny, trained
 
 CHECKED = [0, 1, 17, 2499, 4999]
@@ -34,4 +35,4 @@ def test_run(samples, budget):
     for k, expected in zip(CHECKED, FlatEngine(tiny()).forward_batch(some)):
         np.testing.assert_allclose(logprobs[k], expected, atol=1e-9)
     counts = plan_statistics(engine.plan(samples))
-    assert json.loads(json.dumps(as_json(counts, None, None)))["plan"]["tree_tokens"] == counts.tree_tokens
+    assert json.loads(json.dumps(asdict(counts))) == asdict(counts)

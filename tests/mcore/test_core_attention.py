@@ -219,11 +219,25 @@ def test_parallel_state_is_set_up_once():
     assert parallel.initialize().type == parallel.initialize().type
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+LAUNCHERS = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_several_processes_are_refused(monkeypatch, name):
+    """Where nobody says that they belong together, before torch.distributed is set up: each would work alone."""
     monkeypatch.setenv(name, "2")
-    with pytest.raises(UsageError, match=f"{name} is 2"):
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda *_, **__: pytest.fail("one process went ahead"))
+    with pytest.raises(UsageError, match=f"^{name} is 2; only `train` runs on several processes"):
         parallel.initialize()
+
+
+def test_one_process_is_not_refused(monkeypatch):
+    """A batch script has SLURM_NTASKS outside a step; a launcher may start one process."""
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    for name in LAUNCHERS:
+        monkeypatch.setenv(name, "1")
+    parallel.refuse_several_processes()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -31,27 +31,43 @@ def test_token_mean_spans_all_parts():
     """A21: 100 tokens at 2.0 and 900 at 0.5 give 0.65, not 1.25."""
     sequences = torch.tensor([0] * 100 + [1] * 900)
     losses = torch.tensor([2.0] * 100 + [0.5] * 900, dtype=torch.float64)
-    weights = term_weights(sequences, 2, "token_mean")
+    weights = term_weights(sequences, 1000, 2, "token_mean")
     assert float((weights * losses).sum()) == pytest.approx(0.65)
     parts = float((weights[:100] * losses[:100]).sum()) + float((weights[100:] * losses[100:]).sum())
     assert parts == pytest.approx(0.65)
+
+
+@pytest.mark.parametrize(("normalizer", "expected"), [("token_mean", 0.65), ("sequence_mean", 1.25)])
+def test_weights_of_a_rank_are_those_of_the_whole_step(normalizer, expected):
+    """A21, over two ranks: each has the denominators of the step; with its own alone, the sum is off."""
+    parts = [(torch.zeros(100, dtype=torch.long), 2.0), (torch.full((900,), 3), 0.5)]
+
+    def total(num_terms, num_trained):
+        return sum(
+            float((term_weights(own, num_terms or len(own), num_trained, normalizer) * loss).sum())
+            for own, loss in parts
+        )
+
+    assert total(1000, 2) == pytest.approx(expected)
+    assert total(None, 1) == pytest.approx(2.5)
 
 
 def test_sequence_mean_is_the_mean_of_means():
     """A25; a sequence without a trained token (number 1) has no mean and is not counted."""
     sequences = torch.tensor([0] * 100 + [2] * 900)
     losses = torch.tensor([2.0] * 100 + [0.5] * 900, dtype=torch.float64)
-    assert float((term_weights(sequences, 3, "sequence_mean") * losses).sum()) == pytest.approx(1.25)
+    assert float((term_weights(sequences, 1000, 2, "sequence_mean") * losses).sum()) == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean"])
 def test_no_terms_no_weights(normalizer):
-    assert term_weights(torch.zeros(0, dtype=torch.long), 4, normalizer).tolist() == []
+    assert term_weights(torch.zeros(0, dtype=torch.long), 4, 2, normalizer).tolist() == []
+    assert term_weights(torch.zeros(0, dtype=torch.long), 0, 0, normalizer).tolist() == []
 
 
 def test_unknown_normalizer_is_refused():
     with pytest.raises(ValueError, match="normalizer is 'batch'"):
-        term_weights(torch.zeros(1, dtype=torch.long), 1, "batch")
+        term_weights(torch.zeros(1, dtype=torch.long), 1, 1, "batch")
     with pytest.raises(ValueError, match="normalizer is 'batch'"):
         Objective(name="x", function=objectives.sft_loss, normalizer="batch")
 
