@@ -137,7 +137,7 @@ def run_plan(
     read = time.perf_counter()
     outline = build_outline(*_columns(samples))
     if not config:
-        say("planned for an 8B model; name yours with --config for its work, time and memory")
+        say("planned for the shape of an 8B model")
     if simulate is not None:
         _simulate(outline, settings, layout, simulate, repeat, json_file)
         return
@@ -146,13 +146,12 @@ def run_plan(
     plans = [_built(samples, task, settings) for task in batch.tasks]
     built = time.perf_counter()
     report = _Report.of(outline, batch, plans, layout, config, dtype)
-    table = _table(report)
-    Console().print(table)
+    facts = _facts(report)
+    Console().print(_table(facts, with_model=config is not None))
     say(f"read in {read - start:.2f} s, planned in {planned - read:.2f} s, built in {built - planned:.2f} s")
     if json_file:
         _write(json_file, json.dumps(report.as_json(), indent=2) + "\n")
     if html_file:
-        facts = dict(zip(*(column._cells for column in table.columns)))
         _write(html_file, draw_plans(plans, settings.cost, title=Path(rollouts).name, facts=facts))
         say(f"drawn: {html_file}")
 
@@ -246,8 +245,8 @@ def _step_seconds(batch: BatchPlan, layout: Layout) -> float:
     return batch.step_seconds + (layout.pipeline - 1) * largest
 
 
-def _table(report: _Report) -> Table:
-    table = Table(show_header=False)
+def _facts(report: _Report) -> dict[str, str]:
+    """Return what a user should know, label by label."""
     c, s, work, memory = report.plan, report.schedule, report.work, report.memory
     chunks = f"{c.chunks:,} of at most {c.budget:,} rows, filled {c.fill:.3f}"
     if s.ranks > 1:
@@ -281,8 +280,15 @@ def _table(report: _Report) -> Table:
         parts = asdict(memory)
         shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if name != "total")
         rows["predicted memory"] = f"{memory.total / 2**30:.2f} GiB a device ({shown})"
-    for name, value in rows.items():
+    return rows
+
+
+def _table(facts: dict[str, str], *, with_model: bool) -> Table:
+    table = Table(show_header=False)
+    for name, value in facts.items():
         table.add_row(name, value)
+    if not with_model:
+        table.add_row("work, time and memory", "name a model's config.json with --config")
     return table
 
 

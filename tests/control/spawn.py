@@ -40,10 +40,14 @@ def _run(line: list[str], variables: dict[str, str]) -> subprocess.CompletedProc
         pytest.fail(f"{error}\n{error.stdout!r}\n{error.stderr!r}")
 
 
+def start_mpi(num_ranks: int, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python command` under mpiexec, however it ends. Skips where there is no MPI."""
+    return _run([_mpiexec(), "-n", str(num_ranks), sys.executable, *command], variables)
+
+
 def run_mpi(num_ranks: int, *command: str, **variables: str) -> str:
     """Run `python command` under mpiexec; return standard output. Skips where there is no MPI."""
-    line = [_mpiexec(), "-n", str(num_ranks), sys.executable, *command]
-    ran = _run(line, variables)
+    ran = start_mpi(num_ranks, *command, **variables)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
