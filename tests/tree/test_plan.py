@@ -148,5 +148,6 @@ def test_recorded_rollouts_plan_without_torch(data_dir, tmp_path):
     command = [sys.executable, "-c", PLAN_WITHOUT_TORCH, rollouts, report]
     subprocess.run(command, check=True, timeout=60, cwd=Path(__file__).parents[2])
     plan = json.loads(report.read_text())["plan"]
-    counts = {name: plan[name] for name in ("sequences", "tree_tokens", "chunks", "pushed_tokens", "rows")}
-    assert counts == {"sequences": 2454, "tree_tokens": 717729, "chunks": 59, "pushed_tokens": 3960, "rows": 717729}
+    counts = {name: plan[name] for name in ("sequences", "tree_tokens", "pushed_tokens", "rows")}
+    assert counts == {"sequences": 2454, "tree_tokens": 717729, "pushed_tokens": 3960, "rows": 717729}
+    assert plan["chunks"] <= 49, "ceil(1.08 x tokens / budget) + 1"

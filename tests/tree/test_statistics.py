@@ -1,18 +1,17 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
-from megatron_dta.cli import main
 from megatron_dta.model_config import ModelConfig, read_model_config
 from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.forest import build_forest
 from megatron_dta.tree.statistics import (
     activation_bytes,
-    as_json,
     memory_statistics,
     num_parameters,
+    over_ranks,
     plan_statistics,
     work_statistics,
 )
@@ -100,7 +99,7 @@ def test_a39_rows_are_padded_to_full_multiples(tokens, budget, multiple, rows):
 def test_work_of_the_example():
     """Forward FLOPs: 480 a token, 32 a visible pair, 80 a head row; backward is twice the forward."""
     plan = example(2)
-    work = work_statistics(plan, plan_statistics(plan), TINY)
+    work = work_statistics([plan], plan_statistics(plan), TINY)
     assert work.sequence_flops == 3 * (480 * 7 + 32 * 16 + 80 * 3)
     assert work.tree_flops == 3 * (480 * 5 + 32 * 13 + 80 * 2)
     assert work.flop_ratio == pytest.approx((480 * 7 + 32 * 16 + 80 * 3) / (480 * 5 + 32 * 13 + 80 * 2))
@@ -111,7 +110,7 @@ def test_work_does_not_depend_on_budget_and_padding_but_for_pushes():
     for seed in range(20):
         forest = random_forest(seed)
         plans = [make_plan(forest, budget, multiple=multiple) for budget, multiple in ((1, 1), (3, 2), (WHOLE, 8))]
-        works = [work_statistics(plan, plan_statistics(plan), TINY) for plan in plans]
+        works = [work_statistics([plan], plan_statistics(plan), TINY) for plan in plans]
         assert len({(work.sequence_flops, work.tree_flops) for work in works}) == 1
         assert works[0].push_flops >= works[1].push_flops >= works[2].push_flops == 0
 
@@ -120,7 +119,7 @@ def test_work_does_not_depend_on_budget_and_padding_but_for_pushes():
 def test_distinct_sequences_save_nothing(budget):
     plan = make_plan(forest_of([1, 2, 3], [2, 2, 3, 4], [3]), budget)
     counts = plan_statistics(plan)
-    work = work_statistics(plan, counts, TINY)
+    work = work_statistics([plan], counts, TINY)
     assert (counts.token_ratio, counts.area_ratio, work.flop_ratio) == (1.0, 1.0, 1.0)
     assert work.sequence_flops == work.tree_flops
 
@@ -196,78 +195,34 @@ def test_a33_a_batch_without_a_trained_token(budget):
     counts = plan_statistics(plan)
     assert (counts.trained_tokens, counts.head_rows, counts.tree_tokens) == (0, 0, 5)
     assert all(len(chunk.edges) == len(chunk.terms) == 0 for chunk in plan.chunks)
-    assert work_statistics(plan, counts, TINY).flop_ratio == (480 * 7 + 32 * 16) / (480 * 5 + 32 * 13)
+    assert work_statistics([plan], counts, TINY).flop_ratio == (480 * 7 + 32 * 16) / (480 * 5 + 32 * 13)
 
 
 def test_an_empty_forest_has_finite_statistics():
     plan = make_plan(build_forest([], []), WHOLE)
     counts = plan_statistics(plan)
-    numbers = as_json(counts, work_statistics(plan, counts, TINY), memory_statistics(counts, TINY, "bf16"))
-    assert numbers["plan"]["tree_tokens"] == numbers["work"]["tree_flops"] == 0
-    assert all(np.isfinite(value) for part in numbers.values() for value in part.values())
+    parts = counts, work_statistics([plan], counts, TINY), memory_statistics(counts, TINY, "bf16")
+    assert parts[0].tree_tokens == parts[1].tree_flops == 0
+    assert all(np.isfinite(value) for part in parts for value in asdict(part).values())
 
 
-@pytest.fixture
-def rollouts(tmp_path):
-    lines = [
-        {"group_id": "g", "sample_id": str(i), "tokens": tokens, "loss_mask": mask}
-        for i, (tokens, mask) in enumerate(zip(SEQUENCES, MASKS))
-    ]
-    file = tmp_path / "rollouts.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+@pytest.mark.parametrize("budget", [2, 4, WHOLE])
+def test_counts_over_ranks_are_sums_and_peaks(budget):
+    """One rank's counts are its own; two copies of it have twice the sums, the same peaks and the same ratios."""
+    counts = plan_statistics(example(budget))
+    assert over_ranks([counts]) == counts
+    twice, once = asdict(over_ranks([counts, counts])), asdict(counts)
+    peaks = {"longest_path", "budget", "rows_in_flight", "state_rows", "grad_rows"}
+    ratios = {"token_ratio", "area_ratio", "pushed_share", "fill"}
+    for name, value in once.items():
+        assert twice[name] == (value if name in peaks | ratios else 2 * value), name
 
 
-@pytest.fixture
-def model_file(tmp_path):
-    raw = {
-        "model_type": "qwen3",
-        "hidden_size": 4,
-        "intermediate_size": 6,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 2,
-        "vocab_size": 10,
-        "max_position_embeddings": 64,
-    }
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(raw))
-    return file
-
-
-def test_plan_command_writes_the_statistics(rollouts, model_file, tmp_path, capsys):
-    report = tmp_path / "plan.json"
-    arguments = ["--budget", "2", "--config", str(model_file), "--dtype", "fp32", "--json", str(report)]
-    assert main(["plan", str(rollouts), *arguments]) == 0
-    plan = example(2)
-    counts = plan_statistics(plan)
-    expected = as_json(counts, work_statistics(plan, counts, TINY), memory_statistics(counts, TINY, "fp32"))
-    assert json.loads(report.read_text()) == expected
-    assert "7 -> 5 (1.40x)" in capsys.readouterr().out
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "plan.json", "rollouts.jsonl"]
-
-
-def test_plan_command_without_a_model_has_counts_only(rollouts, tmp_path):
-    report = tmp_path / "plan.json"
-    assert main(["plan", str(rollouts), "--budget", "whole", "--padding", "128", "--json", str(report)]) == 0
-    numbers = json.loads(report.read_text())
-    assert list(numbers) == ["plan"]
-    assert (numbers["plan"]["rows"], numbers["plan"]["tree_tokens"]) == (128, 5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--budget", "0"], "budget is 0; expected 'whole' or at least 1 tokens"),
-        (["--budget", "100", "--padding", "128"], "budget is 100; expected 'whole' or at least 128 tokens"),
-        (["--padding", "0"], "padding multiple is 0"),
-        (["--config", "absent/config.json"], "absent/config.json: cannot read the model config"),
-        (["--json", "absent/plan.json"], "absent/plan.json: cannot write"),
-    ],
-)
-def test_f17_plan_command_refuses_in_one_line(rollouts, capsys, arguments, message):
-    assert main(["plan", str(rollouts), *arguments]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(error) == 1
-    assert message in error[0]
+def test_memory_on_several_devices():
+    """Weights are spread over tensor and pipeline ranks, rows over context ranks as well."""
+    counts = plan_statistics(example(2))
+    one, many = (memory_statistics(counts, TINY, "bf16", **shares) for shares in ({}, {"tensor": 2, "context": 2}))
+    assert (many.weights, many.gradients, many.optimizer) == (one.weights // 2, one.gradients // 2, one.optimizer // 2)
+    assert (many.states, many.accumulators, many.activations) == (
+        one.states // 4, one.accumulators // 4, one.activations // 4,
+    )  # fmt: skip
