@@ -107,12 +107,10 @@ def _pack(
     item = np.flatnonzero(at_top & ~is_full)
     owner = np.where(heavy[item] > 0, item, outline.parent[item])
     sizes = (outline.size - heavy)[item]
-    filler = _HeavyFiller(outline, heavy, owner, level)
+    filler = _HeavyFiller(outline, heavy, owner, level, capacity)
     item_chunk = np.zeros(len(item), np.int64)
-    bins = bins_of(sizes)
-    for number, members in enumerate(bins, 1):
-        room = (capacity if number == len(bins) else level) - int(sizes[members].sum())
-        item_chunk[members] = filler.close(members, max(room, 0))
+    for members in bins_of(sizes):
+        item_chunk[members] = filler.close(members, int(sizes[members].sum()))
     filler.finish()
     light = np.flatnonzero(~is_full)
     holder = np.searchsorted(item, light, side="right") - 1
@@ -197,8 +195,10 @@ class _Bins:
 class _HeavyFiller:
     """Give heavy tokens to chunks, the deepest first, once everything below them has a chunk."""
 
-    def __init__(self, outline: Outline, heavy: np.ndarray, owner: np.ndarray, capacity: int):
-        self.capacity = capacity
+    def __init__(self, outline: Outline, heavy: np.ndarray, owner: np.ndarray, level: int, capacity: int):
+        """level: how full chunks become; the last one takes all that is left if it has at most `capacity` tokens."""
+        self.level, self.capacity = level, capacity
+        self.items_left, self.heavy_left = len(owner), int(heavy.sum())
         self.heavy, self.parent = heavy.tolist(), outline.parent.tolist()
         self.owner = owner.tolist()
         below = np.bincount(owner[owner >= 0], minlength=outline.num_nodes)
@@ -211,20 +211,26 @@ class _HeavyFiller:
         self.pieces: list[tuple[int, int, int, int]] = []
         """(node, offset, length, chunk)"""
 
-    def close(self, members: list[int], gap: int) -> int:
-        """Number a chunk of items and fill its gap."""
+    def close(self, members: list[int], size: int) -> int:
+        """Number a chunk of items with `size` tokens, and fill it up."""
         chunk = self._new_chunk()
+        self.items_left -= len(members)
         for i in members:
             self._done(self.owner[i])
-        self._fill(chunk, gap)
-        while self.num_ready >= self.capacity:
-            self._fill(self._new_chunk(), self.capacity)
+        is_last = self.items_left == 0 and size + self.heavy_left <= self.capacity
+        self._fill(chunk, max((self.capacity if is_last else self.level) - size, 0))
+        while self.num_ready >= self.level:
+            self._fill(self._new_chunk(), self._room())
         return chunk
 
     def finish(self) -> None:
         """Put what is left into chunks of its own."""
-        while self.num_ready:
-            self._fill(self._new_chunk(), self.capacity)
+        while self.heavy_left:
+            self._fill(self._new_chunk(), self._room())
+
+    def _room(self) -> int:
+        is_last = self.items_left == 0 and self.heavy_left <= self.capacity
+        return self.capacity if is_last else self.level
 
     def _new_chunk(self) -> int:
         self.num_chunks += 1
@@ -243,6 +249,7 @@ class _HeavyFiller:
             length = min(gap, self.heavy[node])
             self.heavy[node] -= length  # from its end: descendants run first
             self.num_ready -= length
+            self.heavy_left -= length
             gap -= length
             self.pieces.append((node, self.heavy[node], length, chunk))
             if self.heavy[node] == 0:

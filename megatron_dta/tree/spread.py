@@ -50,10 +50,8 @@ def _contiguous(outline, work, num_ranks, factors) -> tuple[float, np.ndarray]:
             a = found[-1]
             if a == len(last):
                 break
-            room = load / factor - path[a]
-            if room < 0:
-                return None
-            found.append(int(np.searchsorted(so_far, so_far[a] + room * (1 + 1e-12), side="right")))
+            room = load / factor - path[a]  # below 0: too slow a rank for this path, left empty
+            found.append(max(a, int(np.searchsorted(so_far, so_far[a] + room * (1 + 1e-12), side="right"))))
         return found if found[-1] == len(last) else None
 
     low, high = 0.0, float(work.sum() * factors.max()) * (1 + 1e-9)
