@@ -1,6 +1,8 @@
 """The communicator over mpi4py. Importing `mpi4py.MPI` initialises MPI, so it happens when one is made, not before."""
 
-from typing import Any
+import os
+import sys
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -25,9 +27,12 @@ class MpiCommunicator(Pairwise):
     def barrier(self) -> None:
         self._comm.Barrier()
 
-    def abort(self, status: int) -> None:
+    def abort(self, status: int) -> NoReturn:
         """End every process of the run: at exit MPI would wait for ever for those that still work."""
+        sys.stdout.flush()
+        sys.stderr.flush()
         self._mpi.COMM_WORLD.Abort(status)
+        os._exit(status)  # MPICH's Abort only asks the launcher, and returns
 
     def close(self) -> None:
         """Free the duplicate; collective. MPI itself is finalised at exit, by mpi4py."""

@@ -64,7 +64,7 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_ARRAYS = ("sequences", "parts", "run_length", "run_chunk")
+_ARRAYS = ("sequences", "parts", "run_length", "run_chunk", "lengths")
 
 
 def forecast_of(plan: BatchPlan) -> Forecast:

@@ -71,6 +71,8 @@ def _join(world: World | None, on_gpu: bool) -> None:
 def refuse_several_processes() -> None:
     """Raise UsageError where a launcher started more than one process: each would train alone."""
     for name in _WORLD_SIZES:
+        if name.startswith("SLURM") and "SLURM_STEP_ID" not in os.environ:
+            continue  # of the batch script: no step has been started
         size = os.environ.get(name, "1")
         if size.isdigit() and int(size) > 1:
             raise UsageError(f"{name} is {size}; only `train` runs on several processes, start this without a launcher")

@@ -46,6 +46,40 @@ def _filled_by(outline, work, num_ranks, factors, limit: float, per_rank: int) -
     return None if best is None else _labels(outline, best)
 
 
+def longest_first(outline: Outline, work: np.ndarray, num_ranks: int, *, pieces_per_rank: int = 4) -> np.ndarray:
+    """Pack subtrees, the longest first, each on the rank that has least after it, int [S].
+
+    Subtrees of more than a rank's share / `pieces_per_rank` are opened. A rank pays a path above its subtrees once.
+    """
+    share = float(work.sum()) / num_ranks / pieces_per_rank
+    before = np.concatenate([[0.0], np.cumsum(work)])
+    total = before[outline.end] - before[:-1]
+    is_open = total > share
+    top = outline.parent < 0
+    top[~top] = is_open[outline.parent[~top]]
+    items = np.flatnonzero(top & ~is_open)
+    # Sequences that end at an opened node go with it: the node's own path is the item.
+    ends = np.unique(outline.last[is_open[outline.last]])
+    path = path_work(outline, work)
+    items, size = np.concatenate([items, ends]), np.concatenate([total[items], np.zeros(len(ends))])
+    above = np.concatenate([outline.parent[items[: len(items) - len(ends)]], ends])
+    load, held = np.zeros(num_ranks), np.zeros((num_ranks, outline.num_nodes), bool)
+    rank_of_node = np.zeros(outline.num_nodes, np.int64)
+    for at in np.argsort(-(size + path[above] * (above >= 0)), kind="stable").tolist():
+        chain = []
+        node = int(above[at])
+        while node >= 0:
+            chain.append(node)
+            node = int(outline.parent[node])
+        after = load + size[at] + (work[chain] * ~held[:, chain]).sum(axis=1)
+        rank = int(after.argmin())
+        load[rank] = after[rank]
+        held[rank, chain] = True
+        is_end = at >= len(items) - len(ends)
+        rank_of_node[items[at] : items[at] + 1 if is_end else outline.end[items[at]]] = rank
+    return rank_of_node[outline.last]
+
+
 def bins(outline: Outline, capacity: int) -> np.ndarray | None:
     """Put sequences into few bins, int64 [S]; the paths of a bin have at most `capacity` tokens in their union.
 
@@ -156,7 +190,7 @@ class _Filling:
                 room -= size
                 self.taken.append((self.units.first[unit], self.units.end[unit], rank))
             gained[-1] += before - room
-            opened = self._to_open(kids, room, least)
+            opened = self._to_open(kids, room, least, is_empty=not any(gained))
             if opened is None:
                 break
             if opened not in self.entered:
@@ -167,12 +201,15 @@ class _Filling:
             gained.append(0.0)
         self._settle(path, gained)
 
-    def _to_open(self, kids: list[tuple[float, int]], room: float, least: float) -> int | None:
-        """Choose the child with the cheapest path to copy, if it leaves more room than it costs."""
+    def _to_open(self, kids: list[tuple[float, int]], room: float, least: float, *, is_empty: bool) -> int | None:
+        """Choose the child with the cheapest path to copy, if it leaves more room than it costs.
+
+        A rank that holds nothing yet has to pay for some path.
+        """
         best = None
         for size, unit in kids:
             own = self.units.own[unit]
-            fits = unit in self.units.children and room - own > max(own / 2, least)
+            fits = unit in self.units.children and room - own > (0.0 if is_empty else max(own / 2, least))
             if fits and (best is None or (own, -size) < (self.units.own[best], -self.left[best])):
                 best = unit
         return best

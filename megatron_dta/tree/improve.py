@@ -16,9 +16,9 @@ import numpy as np
 from megatron_dta.tree.cost import CostModel
 from megatron_dta.tree.layout import Layout
 from megatron_dta.tree.outline import Outline, visible_pairs
-from megatron_dta.tree.packing import WINDOWS, Packing, Prediction, pack, predict
+from megatron_dta.tree.packing import WINDOWS, Packing, Prediction, pack, pack_in_order, predict
 
-TOLERANCE = 2e-3
+TOLERANCE = 5e-4
 """Less time than this share is not worth more memory."""
 SEARCH_ABOVE = 1e-2
 """A packing that is this close to the lower bound is good enough."""
@@ -40,6 +40,7 @@ def best_packing(
     multiple: int,
     state_limit: int | None = None,
     *,
+    in_flight: int = 1,
     search: bool = True,
 ) -> Candidate:
     """Return the packing of an outline that is predicted to be fastest, and its prediction.
@@ -48,19 +49,24 @@ def best_packing(
     states are alive at once; where no packing keeps to that, it is the one with the fewest. Without `search` it is not
     improved: milliseconds, for trying many.
     """
-    packings = {p.chunk.tobytes() + p.length.tobytes(): p for p in (pack(outline, capacity, w) for w in WINDOWS)}
-    chosen = _choose([(p, predict(p, cost, capacity, multiple)) for p in packings.values()], state_limit)
+    tried = [*(pack(outline, capacity, window) for window in WINDOWS), pack_in_order(outline, capacity)]
+    packings = {p.chunk.tobytes() + p.length.tobytes(): p for p in tried}
+
+    def chosen_with(push_capacity: int) -> Candidate:
+        predicted = [(p, predict(p, cost, push_capacity, multiple, in_flight=in_flight)) for p in packings.values()]
+        return _choose(predicted, state_limit)
+
+    chosen = chosen_with(capacity)
     for share in SMALLER_PUSHES:
         if state_limit is None or chosen[1].state_rows <= state_limit or share * multiple > capacity:
             break
-        push_capacity = capacity // (share * multiple) * multiple
-        chosen = _choose([(p, predict(p, cost, push_capacity, multiple)) for p in packings.values()], state_limit)
+        chosen = chosen_with(capacity // (share * multiple) * multiple)
     if chosen[1].push_capacity < capacity:
         return chosen  # the search below knows full pushes only
     if not search:
         return chosen
-    better = improve(chosen[0], cost, capacity, multiple, state_limit)
-    return _choose([chosen, (better, predict(better, cost, capacity, multiple))], state_limit)
+    better = improve(chosen[0], cost, capacity, multiple, state_limit, in_flight=in_flight)
+    return _choose([chosen, (better, predict(better, cost, capacity, multiple, in_flight=in_flight))], state_limit)
 
 
 def _choose(candidates: Sequence[Candidate], state_limit: int | None) -> Candidate:
@@ -102,7 +108,15 @@ def _push_seconds(cost: CostModel, capacity: int, multiple: int, tokens: int, wo
     return max(push.launch * calls, push.fixed * calls + work + (push.row + push.pair) * padding)
 
 
-def improve(packing: Packing, cost: CostModel, capacity: int, multiple: int, state_limit: int | None = None) -> Packing:
+def improve(
+    packing: Packing,
+    cost: CostModel,
+    capacity: int,
+    multiple: int,
+    state_limit: int | None = None,
+    *,
+    in_flight: int = 1,
+) -> Packing:
     """Return a packing that is predicted to be faster, or the same one where none is found. Deterministic.
 
     What is found keeps to `state_limit`. Packings of more than MOST_UNITS parts stay as they are.
@@ -116,7 +130,7 @@ def improve(packing: Packing, cost: CostModel, capacity: int, multiple: int, sta
     units = Units(packing, start, cost, capacity, multiple)
     for chunks in reversed(_anneal(units)[-MOST_TRIED:]):
         found = units.packing(chunks)
-        prediction = predict(found, cost, capacity, multiple)
+        prediction = predict(found, cost, capacity, multiple, in_flight=in_flight)
         if prediction.seconds < seconds and (state_limit is None or prediction.state_rows <= state_limit):
             return found
     return packing

@@ -85,6 +85,18 @@ def pack(outline: Outline, capacity: int, window: int | None) -> Packing:
     return _pack(outline, capacity, capacity, capacity, bins)
 
 
+def pack_in_order(outline: Outline, capacity: int) -> Packing:
+    """Cut preorder every `capacity` tokens: pushes more than it must, but no chunk but one has a gap."""
+    cut = np.arange(0, outline.num_tokens, capacity)
+    start = np.union1d(outline.start[:-1], cut)
+    return Packing(
+        outline=outline,
+        node=np.searchsorted(outline.start, start, side="right") - 1,
+        length=np.diff(start, append=outline.num_tokens),
+        chunk=len(cut) - 1 - start // capacity,  # later tokens are never above earlier ones
+    )
+
+
 def pack_evenly(outline: Outline, capacity: int, num_chunks: int, largest: int) -> Packing:
     """Pack into about `num_chunks` chunks of alike size, at most `capacity` tokens each.
 
@@ -270,10 +282,10 @@ class Prediction:
     push_seconds: np.ndarray
     """float64 [Q]."""
     push_before: np.ndarray
-    """int64 [Q]: the chunk that needs each push first."""
+    """int64 [Q]: the chunk that each push is made before."""
     pushed_tokens: int
     state_rows: int
-    """Most cached states alive at once, with one chunk in flight."""
+    """Most cached states alive at once."""
     grad_rows: int
     push_capacity: int
     """Most tokens of a push: a small one holds few states before they are needed."""
@@ -283,10 +295,19 @@ class Prediction:
         return float(self.chunk_seconds.sum() + self.push_seconds.sum())
 
 
-def predict(packing: Packing, cost: CostModel, capacity: int, multiple: int) -> Prediction:
+def predict(
+    packing: Packing,
+    cost: CostModel,
+    capacity: int,
+    multiple: int,
+    *,
+    in_flight: int = 1,
+    push_before: np.ndarray | None = None,
+) -> Prediction:
     """Predict the calls that `schedule` makes of a packing, with pushes of at most `capacity` tokens.
 
-    Raises ValueError where its chunks are not numbered in a legal order.
+    push_before: the chunk before which each push is made, where that is earlier than a chunk needs one. Raises
+    ValueError where the packing's chunks are not numbered in a legal order.
     """
     outline, length, chunk = packing.outline, packing.length, packing.chunk
     layout = Layout(packing, chunk)
@@ -306,14 +327,17 @@ def predict(packing: Packing, cost: CostModel, capacity: int, multiple: int) -> 
     for number, pieces in enumerate(contexts):
         readers[pieces] = number
     piece = pushes.piece
+    # A context is freed after the backward of its last reader, which waits for the chunks in flight.
+    freed_after = np.minimum(readers[piece] + in_flight - 1, num_chunks - 1)
+    before = pushes.before if push_before is None else push_before
     return Prediction(
         rows=rows.astype(np.int64),
         chunk_seconds=cost.chunk.seconds(rows, chunk_pairs, context, sources),
         push_rows=push_padded.astype(np.int64),
         push_seconds=cost.push.seconds(push_padded, pushes.pairs + push_padded - pushes.rows, pushes.context, 0),
-        push_before=pushes.before,
+        push_before=before,
         pushed_tokens=int(pushes.length.sum()),
-        state_rows=_most_alive(pushes.before[pushes.call], readers[piece], pushes.length, num_chunks),
+        state_rows=_most_alive(before[pushes.call], freed_after, pushes.length, num_chunks),
         grad_rows=_most_alive(pushes.needed_by, chunk[piece], pushes.length, num_chunks),
         push_capacity=capacity,
     )

@@ -31,6 +31,8 @@ _TRIALS = 128
 """Ranks packed while spreading, at least one round of all, and moves tried after: what bounds planning time."""
 _NODES = 300_000
 """Nodes packed while spreading, at least one round."""
+_CANDIDATES = 8
+"""Ways to spread that are packed, where that is cheap."""
 _EVEN = 1.002
 """Slowest over mean where no move is worth its search."""
 
@@ -75,6 +77,8 @@ class Task:
     run_length: np.ndarray
     run_chunk: np.ndarray
     """int64: chunks of its tree tokens in preorder, run-length encoded."""
+    lengths: np.ndarray
+    """int64 [n]: tokens of each sequence, to know them by."""
     capacity: int
     push_capacity: int
     slots: Slots | None
@@ -112,17 +116,17 @@ def plan_batch(outline: Outline, settings: Settings) -> BatchPlan:
         budget=settings.budget,
         multiple=settings.multiple,
         state_limit=settings.state_limit,
+        in_flight=settings.in_flight,
     )
     best = _settle(packer, _spread(packer, settings))
-    searched = [packer.pack(p.sequences) for p in best]
-    best = [min(pair, key=lambda p: p.prediction.seconds) for pair in zip(best, searched)]
+    _search_slowest(packer, best)
     slots: list[Slots | None] = [None if len(p.sequences) else _ONE_SLOT for p in best]
     step_seconds = [p.prediction.seconds for p in best]
     if settings.together > 1:
         best, slots, step_seconds = _align(packer, best, settings)
     _check_states(best, settings.state_limit)
     return BatchPlan(
-        tasks=tuple(_task(p, s) for p, s in zip(best, slots)),
+        tasks=tuple(_task(outline, p, s) for p, s in zip(best, slots)),
         predictions=tuple(p.prediction for p in best),
         seconds=np.array([p.prediction.seconds for p in best]),
         step_seconds=max(step_seconds),
@@ -158,12 +162,10 @@ def _spread(packer: Packer, settings: Settings) -> list[RankPacking]:
 
     def attempt(weight: np.ndarray, factors: np.ndarray) -> list[RankPacking]:
         nonlocal best
-        packed = [
-            packer.pack(sequences, search=False) for sequences in group_by(spread(outline, weight, factors), ranks)
-        ]
-        if not best or _slowest(packed) < _slowest(best):
-            best = packed
-        return packed
+        found = spread(outline, weight, factors)[: _CANDIDATES if ranks * outline.num_nodes < _NODES else 1]
+        tried = [[packer.pack(own, search=False) for own in group_by(rank_of, ranks)] for rank_of in found]
+        best = min([*([best] if best else []), *tried], key=_slowest)
+        return tried[0]
 
     packed = attempt(packer.work, np.ones(ranks))
     rounds = min(_ROUNDS, _EVALUATIONS // ranks, _NODES // max(outline.num_nodes, 1)) if ranks > 1 else 1
@@ -174,6 +176,16 @@ def _spread(packer: Packer, settings: Settings) -> list[RankPacking]:
     if ranks > 1 and max(p.num_chunks for p in best) in (2, 3):
         attempt(outline.length.astype(np.float64), np.ones(ranks))
     return best
+
+
+def _search_slowest(packer: Packer, packed: list[RankPacking]) -> None:
+    """Search a better packing of the slowest rank while that makes another the slowest, in place."""
+    searched: set[int] = set()
+    while (slowest := int(np.argmax([p.prediction.seconds for p in packed]))) not in searched:
+        searched.add(slowest)
+        found = packer.pack(packed[slowest].sequences)
+        if found.prediction.seconds < packed[slowest].prediction.seconds:
+            packed[slowest] = found
 
 
 def _settle(packer: Packer, packed: list[RankPacking]) -> list[RankPacking]:
@@ -224,7 +236,8 @@ def _align(packer: Packer, packed: list[RankPacking], settings: Settings):
     for start in range(0, len(packed), settings.together):
         own, num_slots = _alike(packer, packed[start : start + settings.together])
         pushes = np.max([_pushes_before(p.prediction, num_slots) for p in own], axis=0)
-        aligned += own
+        slot_of = np.repeat(np.arange(num_slots), np.diff(pushes, prepend=0))
+        aligned += [packer.with_pushes_before(p, slot_of[: len(p.prediction.push_rows)]) for p in own]
         slots += [Slots(pushes=tuple(np.diff(pushes, prepend=0).tolist()))] * len(own)
         seconds.append(_group_seconds(own, num_slots))
     return aligned, slots, seconds
@@ -255,12 +268,14 @@ def _group_seconds(group: list[RankPacking], num_slots: int) -> float:
     return float(np.max(chunks, axis=0).sum() + np.max(pushes, axis=0).sum())
 
 
-def _task(packed: RankPacking, slots: Slots | None) -> Task:
+def _task(outline: Outline, packed: RankPacking, slots: Slots | None) -> Task:
+    last = outline.last[packed.sequences]
     return Task(
         sequences=packed.sequences.astype(np.int32),
         parts=packed.parts.astype(np.int32),
         run_length=packed.run_length.astype(np.int64),
         run_chunk=packed.run_chunk.astype(np.int64),
+        lengths=outline.depth[last] + outline.length[last],
         capacity=packed.capacity,
         push_capacity=packed.prediction.push_capacity,
         slots=slots,
@@ -281,10 +296,10 @@ def build_plan(
     Raises ValueError where they are not the sequences that the task was made for.
     """
     forest = build_forest(tokens, loss_masks, identities, parts=task.parts)
-    if forest.num_tokens != task.run_length.sum():
+    if forest.num_tokens != task.run_length.sum() or not np.array_equal(forest.lengths, task.lengths):
         raise ValueError(
-            f"these sequences have {forest.num_tokens} distinct tokens; the task was planned for "
-            f"{task.run_length.sum()}: not the same batch"
+            f"these {len(tokens)} sequences have {forest.num_tokens} distinct tokens; the task was planned for "
+            f"{len(task.lengths)} with {task.run_length.sum()}, or for others of other lengths: not the same batch"
         )
     chunk_of = np.repeat(task.run_chunk, task.run_length)
     return schedule(

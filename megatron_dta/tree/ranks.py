@@ -3,7 +3,7 @@
 Shapes: N nodes of the batch's outline, n sequences of the rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megatron_dta.tree.fill import bins
 from megatron_dta.tree.improve import best_packing
 from megatron_dta.tree.loads import loads
 from megatron_dta.tree.outline import Outline
-from megatron_dta.tree.packing import Prediction, pack, pack_evenly, predict
+from megatron_dta.tree.packing import Packing, Prediction, pack, pack_evenly, predict
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +29,8 @@ class RankPacking:
     """int64: chunks of the rank's tree tokens in preorder, run-length encoded."""
     capacity: int
     prediction: Prediction
+    packing: Packing | None
+    """What was predicted; None where prefixes are copied."""
     work: float
     """Device time of its tree tokens alone."""
 
@@ -52,6 +54,7 @@ class Packer:
     budget: int | str
     multiple: int
     state_limit: int | None
+    in_flight: int = 1
 
     def pack(self, sequences: np.ndarray, *, search: bool = True) -> RankPacking:
         """Pack some sequences, int [n], as fast as is found; without `search`, as a first estimate."""
@@ -59,19 +62,25 @@ class Packer:
         capacity = capacity_of(max(outline.num_tokens, 1), self.budget, self.multiple)  # a no-op has a row as well
         if outline.num_tokens <= capacity:
             packing = pack(outline, capacity, None)
-            prediction = predict(packing, self.cost, capacity, self.multiple)
+            prediction = self._predict(packing, capacity)
         else:
             packing, prediction = best_packing(
-                outline, self.cost, capacity, self.multiple, self.state_limit, search=search
+                outline,
+                self.cost,
+                capacity,
+                self.multiple,
+                self.state_limit,
+                in_flight=self.in_flight,
+                search=search,
             )
-        length, chunk = packing.runs()
-        shared = self._packed(
-            outline, sequences, np.zeros(len(sequences), np.int64), length, chunk, capacity, prediction
-        )
-        if self._least_copying(outline, capacity) >= prediction.push_seconds.sum():
+        shared = self._shared(packing, sequences, capacity, prediction)
+        holds_too_many = self.state_limit is not None and prediction.state_rows > self.state_limit
+        if self._least_copying(outline, capacity) >= prediction.push_seconds.sum() and not holds_too_many:
             return shared
         copied = self._copied(outline, sequences, capacity)
-        return copied if copied is not None and copied.prediction.seconds < prediction.seconds else shared
+        if copied is None:
+            return shared
+        return copied if holds_too_many or copied.prediction.seconds < prediction.seconds else shared
 
     def balanced(self, packed: RankPacking, num_chunks: int) -> RankPacking:
         """Pack a rank again into `num_chunks` chunks of about equal size; as it is, where that is not possible."""
@@ -83,13 +92,38 @@ class Packer:
         for largest in (level, level // 2, level // 4, level // 8):
             packing = pack_evenly(outline, packed.capacity, num_chunks, max(largest, 1))
             if packing.num_chunks <= num_chunks:
-                found.append((packing, predict(packing, self.cost, packed.capacity, self.multiple)))
+                found.append((packing, self._predict(packing, packed.capacity)))
         if not found:
             return packed
         # The other ranks wait for the largest chunk as often as there are chunks.
         packing, prediction = min(found, key=lambda f: num_chunks * f[1].chunk_seconds.max() + f[1].push_seconds.sum())
-        one_part = np.zeros_like(packed.parts)
-        return self._packed(outline, packed.sequences, one_part, *packing.runs(), packed.capacity, prediction)
+        return self._shared(packing, packed.sequences, packed.capacity, prediction)
+
+    def with_pushes_before(self, packed: RankPacking, chunk: np.ndarray) -> RankPacking:
+        """Return the rank with its pushes made before the given chunks, int [Q], where that is not later."""
+        if packed.packing is None:
+            return packed
+        capacity = packed.prediction.push_capacity
+        return replace(packed, prediction=self._predict(packed.packing, capacity, push_before=chunk))
+
+    def _predict(self, packing: Packing, capacity: int, **given) -> Prediction:
+        return predict(packing, self.cost, capacity, self.multiple, in_flight=self.in_flight, **given)
+
+    def _shared(self, packing: Packing, sequences: np.ndarray, capacity: int, prediction: Prediction) -> RankPacking:
+        length, chunk = packing.runs()
+        return RankPacking(
+            sequences=sequences,
+            parts=np.zeros(len(sequences), np.int64),
+            run_length=length,
+            run_chunk=chunk,
+            capacity=capacity,
+            prediction=prediction,
+            packing=packing,
+            work=self._work(sequences),
+        )
+
+    def _work(self, sequences: np.ndarray) -> float:
+        return float(self.work[self.outline.nodes_of(sequences)].sum())
 
     def _least_copying(self, outline: Outline, capacity: int) -> float:
         """Return device time that copying costs at least: a tree in k chunks has its first node k times."""
@@ -123,19 +157,15 @@ class Packer:
             grad_rows=0,
             push_capacity=capacity,
         )
-        return self._packed(
-            outline, sequences, parts, tokens.astype(np.int64), np.arange(num_parts), capacity, prediction
-        )
-
-    def _packed(self, outline, sequences, parts, run_length, run_chunk, capacity, prediction) -> RankPacking:
         return RankPacking(
             sequences=sequences,
             parts=parts,
-            run_length=run_length,
-            run_chunk=run_chunk,
+            run_length=tokens.astype(np.int64),
+            run_chunk=np.arange(num_parts),
             capacity=capacity,
             prediction=prediction,
-            work=float(self.work[self.outline.nodes_of(sequences)].sum()),
+            packing=None,
+            work=self._work(sequences),
         )
 
 

@@ -9,29 +9,36 @@ Shapes: N nodes, S sequences, R ranks. A load is a sum of a given work per node.
 
 import numpy as np
 
-from megatron_dta.tree.fill import filled
+from megatron_dta.tree.fill import filled, longest_first
 from megatron_dta.tree.layout import group_by
 from megatron_dta.tree.loads import loads, path_work
 from megatron_dta.tree.moves import polish
 from megatron_dta.tree.outline import Outline
 
+_FEW = 16
+"""Up to so many ranks, longest-first packing is tried too, and everything with and without moves."""
 _PRECISION = 5e-4
 """Bisection of the largest load stops here, relative."""
 
 
-def spread(outline: Outline, work: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return the rank of every sequence, int64 [S], with the smallest largest load that is found.
+def spread(outline: Outline, work: np.ndarray, factors: np.ndarray) -> list[np.ndarray]:
+    """Return ways to spread, the rank of every sequence, int64 [S] each; the smallest largest load comes first.
 
     work: float64 [N]; factors: float64 [R], what a rank takes for each unit of its work: its load is their product.
     No rank is empty while there are at least as many sequences as ranks. Equal input gives equal output.
     """
     num_ranks = len(factors)
     if num_ranks == 1 or len(outline.last) == 0:
-        return np.zeros(len(outline.last), np.int64)
+        return [np.zeros(len(outline.last), np.int64)]
     limit, contiguous = _contiguous(outline, work, num_ranks, factors)
     candidates = [contiguous, *filled(outline, work, num_ranks, factors, limit)]
-    found = [polish(outline, work, _no_empty_rank(outline, work, num_ranks, c), factors) for c in candidates]
-    return min(found, key=lambda rank_of: (loads(outline, work, rank_of, num_ranks) * factors).max())
+    if num_ranks <= _FEW:
+        candidates.append(longest_first(outline, work, num_ranks))
+    plain = [_no_empty_rank(outline, work, num_ranks, candidate) for candidate in candidates]
+    found = [polish(outline, work, rank_of, factors) for rank_of in plain]
+    if num_ranks <= _FEW:
+        found += plain  # even loads may take one chunk more
+    return sorted(found, key=lambda rank_of: (loads(outline, work, rank_of, num_ranks) * factors).max())
 
 
 def _contiguous(outline, work, num_ranks, factors) -> tuple[float, np.ndarray]:

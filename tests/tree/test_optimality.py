@@ -305,7 +305,7 @@ def test_the_state_limit_is_kept_where_a_packing_keeps_it(number):
     for limit in (0, least - 1, least, best_packing(outline, cost, capacity, 1)[1].state_rows - 1):
         packing, prediction = best_packing(outline, cost, capacity, 1, limit)
         assert prediction.state_rows <= max(limit, least)
-        assert prediction.seconds == predict(packing, cost, capacity, 1).seconds
+        assert prediction.seconds == predict(packing, cost, prediction.push_capacity, 1).seconds
 
 
 def test_nothing_is_packed_into_nothing():

@@ -39,40 +39,6 @@ def aligned_cuts(forest: Forest, capacity: int) -> np.ndarray:
     return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
-def longest_first(outline: Outline, work: np.ndarray, num_ranks: int, *, pieces_per_rank: int = 4) -> np.ndarray:
-    """Pack subtrees, the longest first, each on the rank that has least after it, int [S].
-
-    Subtrees of more than a rank's share / `pieces_per_rank` are opened. A rank pays a path above its subtrees once.
-    """
-    share = float(work.sum()) / num_ranks / pieces_per_rank
-    before = np.concatenate([[0.0], np.cumsum(work)])
-    total = before[outline.end] - before[:-1]
-    is_open = total > share
-    top = outline.parent < 0
-    top[~top] = is_open[outline.parent[~top]]
-    items = np.flatnonzero(top & ~is_open)
-    # Sequences that end at an opened node go with it: the node's own path is the item.
-    ends = np.unique(outline.last[is_open[outline.last]])
-    path = path_work(outline, work)
-    items, size = np.concatenate([items, ends]), np.concatenate([total[items], np.zeros(len(ends))])
-    above = np.concatenate([outline.parent[items[: len(items) - len(ends)]], ends])
-    load, held = np.zeros(num_ranks), np.zeros((num_ranks, outline.num_nodes), bool)
-    rank_of_node = np.zeros(outline.num_nodes, np.int64)
-    for at in np.argsort(-(size + path[above] * (above >= 0)), kind="stable").tolist():
-        chain = []
-        node = int(above[at])
-        while node >= 0:
-            chain.append(node)
-            node = int(outline.parent[node])
-        after = load + size[at] + (work[chain] * ~held[:, chain]).sum(axis=1)
-        rank = int(after.argmin())
-        load[rank] = after[rank]
-        held[rank, chain] = True
-        is_end = at >= len(items) - len(ends)
-        rank_of_node[items[at] : items[at] + 1 if is_end else outline.end[items[at]]] = rank
-    return rank_of_node[outline.last]
-
-
 def contiguous(outline: Outline, work: np.ndarray, num_ranks: int) -> np.ndarray:
     """Cut the sequences in preorder into ranges with the smallest largest work, by bisection, int [S]."""
     order = np.argsort(outline.last, kind="stable")

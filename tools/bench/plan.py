@@ -32,13 +32,14 @@ from megatron_dta.errors import UsageError
 from megatron_dta.model_config import read_model_config
 from megatron_dta.tree.budget import capacity_of
 from megatron_dta.tree.cost import CostModel, open_cost
+from megatron_dta.tree.fill import longest_first
 from megatron_dta.tree.forest import Forest
 from megatron_dta.tree.layout import Layout, group_by
 from megatron_dta.tree.outline import Outline, build_outline
 from megatron_dta.tree.packing import Packing
 from megatron_dta.tree.planner import BatchPlan, Settings, build_plan, plan_batch
 from megatron_dta.tree.ranks import Packer, node_work
-from tools.bench.baselines import contiguous, longest_first
+from tools.bench.baselines import contiguous
 from tools.bench.synthetic import Sequences, levels, skewed
 
 ROOT = Path(__file__).parents[2]
