@@ -16,7 +16,8 @@ import numpy as np
 from megatron_dta.tree.cost import CostModel
 from megatron_dta.tree.layout import Layout
 from megatron_dta.tree.outline import Outline, visible_pairs
-from megatron_dta.tree.packing import WINDOWS, Packing, Prediction, pack, pack_in_order, predict
+from megatron_dta.tree.packing import WINDOWS, Packing, pack, pack_in_order
+from megatron_dta.tree.prediction import Prediction, predict
 
 TOLERANCE = 5e-4
 """Less time than this share is not worth more memory."""

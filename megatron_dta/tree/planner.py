@@ -19,8 +19,8 @@ from megatron_dta.tree.layout import group_by
 from megatron_dta.tree.loads import lower_bound
 from megatron_dta.tree.moves import moves_from
 from megatron_dta.tree.outline import Outline
-from megatron_dta.tree.packing import Prediction
 from megatron_dta.tree.plan import Plan
+from megatron_dta.tree.prediction import Prediction
 from megatron_dta.tree.ranks import Packer, RankPacking, node_work
 from megatron_dta.tree.schedule import Slots, schedule
 from megatron_dta.tree.spread import spread

@@ -13,7 +13,8 @@ from megatron_dta.tree.fill import bins
 from megatron_dta.tree.improve import best_packing
 from megatron_dta.tree.loads import loads
 from megatron_dta.tree.outline import Outline
-from megatron_dta.tree.packing import Packing, Prediction, pack, pack_evenly, predict
+from megatron_dta.tree.packing import Packing, pack, pack_evenly
+from megatron_dta.tree.prediction import Prediction, predict
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

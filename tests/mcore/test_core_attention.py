@@ -226,6 +226,7 @@ LAUNCHERS = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_T
 def test_several_processes_are_refused(monkeypatch, name):
     """Where nobody says that they belong together, before torch.distributed is set up: each would work alone."""
     monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setattr(parallel.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(parallel.dist, "init_process_group", lambda *_, **__: pytest.fail("one process went ahead"))
     with pytest.raises(UsageError, match=f"^{name} is 2; only `train` runs on several processes"):

@@ -13,8 +13,9 @@ from megatron_dta.tree.forest import Forest
 from megatron_dta.tree.improve import MOST_UNITS, Units, best_packing, improve, lower_bound
 from megatron_dta.tree.layout import Layout, group_by
 from megatron_dta.tree.outline import Outline, build_outline, outline_of
-from megatron_dta.tree.packing import WINDOWS, Packing, pack, predict
+from megatron_dta.tree.packing import WINDOWS, Packing, pack
 from megatron_dta.tree.plan import Call
+from megatron_dta.tree.prediction import predict
 from megatron_dta.tree.ranks import Packer, node_work
 from megatron_dta.tree.schedule import schedule
 from tests.forests import Batch, broom, random_assignment, random_forest, star, visible_pairs

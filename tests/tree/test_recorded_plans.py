@@ -15,8 +15,8 @@ from megatron_dta.tree.fill import longest_first
 from megatron_dta.tree.forest import Forest, build_forest
 from megatron_dta.tree.loads import path_work
 from megatron_dta.tree.outline import Outline, build_outline
-from megatron_dta.tree.packing import predict
 from megatron_dta.tree.planner import BatchPlan, Settings, plan_batch
+from megatron_dta.tree.prediction import predict
 from tools.bench.baselines import aligned_cuts, contiguous, naive_cuts, segment_cuts
 from tools.bench.plan import least_pushed, packer_of, packing_of, slowest
 from tools.bench.synthetic import levels, skewed
