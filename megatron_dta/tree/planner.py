@@ -160,21 +160,21 @@ def _spread(packer: Packer, settings: Settings) -> list[RankPacking]:
     outline, ranks = packer.outline, settings.ranks
     best: list[RankPacking] = []
 
-    def attempt(weight: np.ndarray, factors: np.ndarray) -> list[RankPacking]:
+    def attempt(weight: np.ndarray, factors: np.ndarray, candidates: int) -> list[RankPacking]:
         nonlocal best
-        found = spread(outline, weight, factors)[: _CANDIDATES if ranks * outline.num_nodes < _NODES else 1]
+        found = spread(outline, weight, factors)[:candidates]
         tried = [[packer.pack(own, search=False) for own in group_by(rank_of, ranks)] for rank_of in found]
         best = min([*([best] if best else []), *tried], key=_slowest)
         return tried[0]
 
-    packed = attempt(packer.work, np.ones(ranks))
+    packed = attempt(packer.work, np.ones(ranks), _CANDIDATES if ranks * outline.num_nodes < _NODES else 1)
     rounds = min(_ROUNDS, _EVALUATIONS // ranks, _NODES // max(outline.num_nodes, 1)) if ranks > 1 else 1
     for _ in range(rounds - 1):
         # A rank's true cost over its work: chunks that are not full, pushes, contexts.
         factors = np.array([p.prediction.seconds / p.work if p.work else 1.0 for p in packed])
-        packed = attempt(packer.work, factors)
+        packed = attempt(packer.work, factors, 1)
     if ranks > 1 and max(p.num_chunks for p in best) in (2, 3):
-        attempt(outline.length.astype(np.float64), np.ones(ranks))
+        attempt(outline.length.astype(np.float64), np.ones(ranks), 1)
     return best
 
 
