@@ -59,6 +59,8 @@ def joined() -> Iterator[Processes]:
     finally:
         if communicator is not None:
             communicator.close()
+            if launch.size > 1:
+                parallel.leave()
         if planner is not None:
             planner.close()
 

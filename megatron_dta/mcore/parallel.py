@@ -78,6 +78,12 @@ def refuse_several_processes() -> None:
             raise UsageError(f"{name} is {size}; only `train` runs on several processes, start this without a launcher")
 
 
+def leave() -> None:
+    """Leave the groups that `initialize` made for several processes; the last thing a process does."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
