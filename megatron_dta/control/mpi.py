@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from typing import Any, NoReturn
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from megatron_dta.control.communicator import CHUNK_BYTES, Pairwise
 from megatron_dta.errors import UsageError
 
+_FORWARD_SECONDS = 1.0
+"""The launcher forwards what a process printed, but drops what it has not read when the job is ended."""
 _TAG = 0
 """One tag is enough: messages between two ranks keep their order, and nobody else uses our communicator."""
 
@@ -31,6 +34,7 @@ class MpiCommunicator(Pairwise):
         """End every process of the run: at exit MPI would wait for ever for those that still work."""
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(_FORWARD_SECONDS)
         self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)  # MPICH's Abort only asks the launcher, and returns
 
