@@ -58,6 +58,10 @@ SAMPLES_PER_RANK = 8
 """A simulated batch is repeated until the most ranks have so many samples each, and tokens for a full chunk."""
 
 
+MOST_NODES = 300_000
+"""Size of a simulated batch, unless the user names the copies."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a job is laid out over devices, and what calls are padded to."""
@@ -113,6 +117,10 @@ def run_plan(
     start = time.perf_counter()
     config = read_model_config(model) if model else None
     shape = config or parse_model_config(ASSUMED)
+    if repeat is not None and simulate is None:
+        raise UsageError(f"repeat is {repeat} without simulate; it says how often a simulated batch is repeated")
+    if simulate is not None and html_file:
+        raise UsageError("simulate draws nothing; leave --html away, or plan the batch itself")
     for name, size in (("tp", layout.tensor), ("cp", layout.context), ("pp", layout.pipeline), ("ep", layout.expert)):
         if size < 1:
             raise UsageError(f"{name} is {size}; expected at least 1")
@@ -348,7 +356,12 @@ def _simulate(
 def _copies(outline: Outline, ranks: int, settings: Settings) -> int:
     chunk = capacity_of(outline.num_tokens, settings.budget, settings.multiple) if settings.budget != WHOLE else 0
     enough = (SAMPLES_PER_RANK * ranks / len(outline.last), ranks * chunk / outline.num_tokens)
-    return max(1, math.ceil(max(enough)))
+    wanted = max(1, math.ceil(max(enough)))
+    most = max(1, MOST_NODES // outline.num_nodes)
+    if wanted > most:
+        say(f"repeated {most:,} times, not the {wanted:,} that would fill all ranks: planning would take minutes; "
+            "--repeat asks for more")  # fmt: skip
+    return min(wanted, most)
 
 
 def _with_ranks(settings: Settings, ranks: int) -> Settings:

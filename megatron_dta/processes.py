@@ -47,6 +47,9 @@ def joined() -> Iterator[Processes]:
             _initialize(launch, "env://")
             communicator = connect(launch)
         yield Processes(launch=launch, communicator=communicator, planner=planner)
+        communicator.close()
+        if launch.size > 1:
+            parallel.leave()  # not after an error: the others are in the middle of something
     except BaseException as error:
         if isinstance(communicator, MpiCommunicator):
             print(f"error on rank {launch.rank}:", file=sys.stderr)
@@ -59,8 +62,6 @@ def joined() -> Iterator[Processes]:
     finally:
         if communicator is not None:
             communicator.close()
-            if launch.size > 1:
-                parallel.leave()
         if planner is not None:
             planner.close()
 

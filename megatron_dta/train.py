@@ -13,6 +13,7 @@ from megatron_dta.checkpoint.hf_files import save_hf
 from megatron_dta.checkpoint.open_model import open_model
 from megatron_dta.config import Config, EngineSection, RLSection
 from megatron_dta.control.plane import ControlPlane, Share
+from megatron_dta.control.planning import Forecast
 from megatron_dta.data.rollouts import read_rollouts
 from megatron_dta.data.samples import Sample
 from megatron_dta.engine.batch import Scope, merged_metrics, sample_advantages
@@ -57,6 +58,7 @@ def _train(config: Config, processes: Processes) -> list[dict[str, Any]]:
     rank, size = processes.launch.rank, processes.launch.size
     engine = make_engine(model, config.engine, config.rl.temperature)
     objective = make_objective(config.rl)
+    check_all(engine, samples, objective)
     groups = group_samples(samples)
     per_epoch = -(-len(groups) // config.data.groups_per_step)
     steps = config.train.steps or per_epoch
@@ -87,6 +89,16 @@ def _train(config: Config, processes: Processes) -> list[dict[str, Any]]:
     return records
 
 
+def check_all(engine: TreeEngine | FlatEngine, samples: Sequence[Sample], objective: Objective) -> None:
+    """Raise UsageError for a sample that some later step would refuse, before the first; on all ranks alike."""
+    engine.check(samples)
+    if objective.needs_advantages:
+        sample_advantages(samples)
+    without = next((s.sample_id for s in samples if objective.needs_ref_logprobs and s.ref_logprobs is None), None)
+    if without is not None:
+        raise UsageError(f"sample {without}: ref_logprobs is missing; the KL term needs it for every sample")
+
+
 def submit(plane: ControlPlane, samples: Sequence[Sample], objective: Objective) -> None:
     """Hand in this rank's samples of the next batch, with advantages from the whole of their groups."""
     if objective.needs_advantages:
@@ -113,9 +125,11 @@ def train_step(
     plan = rank_plan(engine, share)
     samples, scope = share.samples, Scope(num_terms=share.num_terms, num_trained=share.num_trained)
     waits = {"plan_seconds": share.plan_seconds, "plan_wait_seconds": share.wait_seconds}
-    waits |= {"plan_build_seconds": time.perf_counter() - start, "imbalance_predicted": share.forecast.imbalance}
-    if rl.inner_epochs > 1 and objective.needs_advantages:
+    waits |= {"plan_build_seconds": time.perf_counter() - start, **predictions_of(share.forecast)}
+    if rl.inner_epochs > 1 and objective.needs_advantages and share.num_without_old:
+        start = time.perf_counter()
         samples = with_old_logprobs(engine, samples, plan)
+        waits["sweep_seconds"] = time.perf_counter() - start
     for inner_epoch in range(rl.inner_epochs):
         start = time.perf_counter()
         result = engine.train_batch(samples, objective, scope=scope, plan=plan)
@@ -128,6 +142,15 @@ def train_step(
             **(waits if inner_epoch == 0 else {}),
             **update,
         }
+
+
+def predictions_of(forecast: Forecast) -> dict[str, Any]:
+    """Return what was predicted of a step: its time, how even ranks are, tokens that several of them compute."""
+    return {
+        "predicted_seconds": forecast.step_seconds,
+        "predicted_imbalance": forecast.imbalance,
+        "copied_tokens": sum(forecast.rank_tokens) - forecast.tree_tokens,
+    }
 
 
 def rank_plan(engine: TreeEngine | FlatEngine, share: Share) -> Plan | None:
@@ -144,7 +167,7 @@ def with_old_logprobs(
 ) -> list[Sample]:  # fmt: skip
     """Fill in missing old log-probs from the policy as it is now.
 
-    A rank whose samples have them all sweeps too: others may be waiting for it inside the model.
+    A rank whose samples have them all sweeps with the others, which may wait for it inside the model.
     """
     swept = engine.forward_batch(samples, plan=plan)
     return [replace(s, old_logprobs=new) if s.old_logprobs is None else s for s, new in zip(samples, swept)]

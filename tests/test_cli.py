@@ -249,7 +249,8 @@ FIELDS = {
     *("num_samples", "trained_tokens", "response_tokens_mean", "response_tokens_max", "sequence_tokens"),
     *("executed_tokens", "pushed_tokens", "reuse", "seconds", "sequence_tokens_per_second", "tree_tokens_per_second"),
     *("memory_gib", "grad_norm", "lr"),
-    *("plan_seconds", "plan_wait_seconds", "plan_build_seconds", "imbalance_predicted"),
+    *("plan_seconds", "plan_wait_seconds", "plan_build_seconds"),
+    *("predicted_imbalance", "predicted_seconds", "copied_tokens"),
 }
 COUNTS = ("response_tokens_mean", "response_tokens_max", "sequence_tokens", "executed_tokens", "reward")
 BY_SIZE = {3: (2, 3, 17, 9, 0.5), 2: (2.5, 3, 9, 6, 2.5)}

@@ -159,6 +159,9 @@ def test_a_repeated_batch_is_planned(seed):
         (["--simulate", "0", "2"], "ranks to simulate are [0, 2]"),
         (["--simulate", "3", "--ep", "2", "--ranks", "2"], "expected positive multiples of ep = 2"),
         (["--simulate", "2", "--repeat", "0"], "repeat is 0; expected at least 1"),
+        (["--repeat", "2"], "repeat is 2 without simulate"),
+        (["--simulate", "2", "--html", "x.html"], "simulate draws nothing"),
+        (["--state-limit", "-5"], "state_limit is -5; expected a number of cached states, at least 0"),
         (["--budget", "2", "--state-limit", "1"], "state_limit is 1; the fewest cached states found"),
     ],
 )

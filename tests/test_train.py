@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dta.config import load_config
+from megatron_dta.checkpoint.open_model import TINY
+from megatron_dta.config import Config, DataConfig, ModelSection, TrainSection, load_config
 from megatron_dta.data.rollouts import write_jsonl
+from megatron_dta.errors import UsageError
 from megatron_dta.train import group_samples, shuffled_batches, train
 from tests.batches import trained
 
@@ -140,3 +142,23 @@ def test_recorded_rollouts(config, data_dir):
     flat = train(load_config(shipped, [*overrides, "engine.mode=flat"]))
     np.testing.assert_allclose(losses(tree), losses(flat), rtol=1e-9)
     assert all(r["grad_norm"] > 0 and r["reuse"] > 2 for r in tree)
+
+
+def test_a_sample_that_a_later_step_would_refuse_is_refused_before_the_first(tmp_path):
+    """One rollout is longer than the model has positions, in a batch that comes last: nothing is trained or written."""
+    rows = [
+        {"group_id": str(g), "sample_id": str(g), "tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "reward": 1.0}
+        for g in range(4)
+    ]
+    rows[2] |= {"tokens": [1] * 9, "loss_mask": [0] + [1] * 8}
+    rollouts, model = tmp_path / "rollouts.jsonl", tmp_path / "model.json"
+    rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model.write_text(json.dumps(TINY | {"model_type": "qwen3", "vocab_size": 8, "max_position_embeddings": 8}))
+    config = Config(
+        data=DataConfig(rollouts=str(rollouts)),
+        model=ModelSection(hf_config=str(model), dtype="fp32"),
+        train=TrainSection(output=str(tmp_path / "out")),
+    )
+    with pytest.raises(UsageError, match="sample 2: 9 tokens; the model has 8 positions"):
+        train(config)
+    assert not (tmp_path / "out").exists()

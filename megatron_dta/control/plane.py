@@ -40,6 +40,8 @@ class Share:
     """Trained tokens of the whole batch."""
     num_trained: int
     """Sequences of the whole batch that train a token."""
+    num_without_old: int
+    """Sequences of the whole batch without old log-probs."""
     forecast: Forecast
     plan_seconds: float
     """Time the planner worked."""
@@ -72,7 +74,7 @@ class ControlPlane:
         if (planner is None) != (communicator.rank > 0):
             raise ValueError("process 0, and it alone, has the planner")
         self.leaders = [self.replica_of.index(replica) for replica in range(settings.ranks)]
-        self._waiting: deque[tuple[list[Sample], tuple[int, ...], int, int]] = deque()
+        self._waiting: deque[tuple[list[Sample], dict[str, Any]]] = deque()
 
     @property
     def replica(self) -> int:
@@ -98,7 +100,9 @@ class ControlPlane:
         if len(samples) and not self.is_leader:
             raise ValueError(f"process {self.communicator.rank} is no leader of its replica; it has no samples")
         trained = [int(np.count_nonzero(s.loss_mask[1:])) for s in samples]
-        message = structure_of(samples) | {"terms": sum(trained), "trained": sum(n > 0 for n in trained)}
+        totals = {"terms": sum(trained), "trained": sum(n > 0 for n in trained)}
+        totals["without_old"] = sum(s.old_logprobs is None for s in samples)
+        message = structure_of(samples) | totals
         gathered = self.communicator.gather(pack(message))
         packed_head = None
         if gathered is not None:
@@ -106,16 +110,17 @@ class ControlPlane:
             assert self.planner is not None
             self.planner.submit(request(parts, self.settings))
             counts = [len(part["tokens"]) for part in parts]
-            packed_head = pack({"counts": counts} | {n: sum(part[n] for part in parts) for n in ("terms", "trained")})
+            packed_head = pack({"counts": counts} | {n: sum(part[n] for part in parts) for n in totals})
         head = unpack(self.communicator.broadcast(packed_head))
-        self._waiting.append((list(samples), tuple(head["counts"]), head["terms"], head["trained"]))
+        self._waiting.append((list(samples), head))
 
     def collect(self) -> Share:
         """Wait for the plan of the oldest batch handed in; return what this replica trains of it.
 
         Raises, on every process, what the planner raised.
         """
-        samples, counts, num_terms, num_trained = self._waiting.popleft()
+        samples, head = self._waiting.popleft()
+        counts = tuple(head["counts"])
         message = self._answer()
         tasks = tasks_in(message)
         rank_of = np.full(sum(counts), -1)
@@ -132,8 +137,9 @@ class ControlPlane:
             task=tasks[self.replica],
             rank_of=rank_of,
             counts=counts,
-            num_terms=num_terms,
-            num_trained=num_trained,
+            num_terms=head["terms"],
+            num_trained=head["trained"],
+            num_without_old=head["without_old"],
             forecast=forecast_in(message),
             plan_seconds=message["plan_seconds"],
             wait_seconds=message["wait_seconds"],

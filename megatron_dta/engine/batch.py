@@ -49,6 +49,11 @@ def check_arrays(sample: Sample) -> None:
     length = len(sample.tokens)
     if length == 0:
         raise UsageError(f"sample {sample.sample_id}: no tokens; expected at least one")
+    for name in ("advantage", "reward"):
+        value = getattr(sample, name)
+        is_number = value is not None and not isinstance(value, np.ndarray)
+        if is_number and (np.isinf(value) or (name == "advantage" and np.isnan(value))):
+            raise UsageError(f"sample {sample.sample_id}: {name} is {value}; expected a finite number")
     trained = None
     for name in ("loss_mask", "identity", "advantage", "old_logprobs", "ref_logprobs"):
         value = getattr(sample, name)

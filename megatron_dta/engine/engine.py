@@ -84,12 +84,13 @@ class _Engine:
         these samples, made elsewhere. Raises UsageError for samples that the model or the objective cannot take;
         nothing has been computed then.
         """
-        index = self._check(samples)
+        index = self.check(samples)
         frozen = next((name for name, p in self.model.named_parameters() if not p.requires_grad), None)
         if frozen is not None:
             raise UsageError(f"parameter {frozen} is frozen; tree training needs every parameter to be trainable")
         weight = self.model.output_weight()
         wide = torch.promote_types(weight.dtype, torch.float32)
+        self._check_plan(samples, index, plan)
         data = TermData(samples, index, objective, scope or scope_of(samples), wide, weight.device)
         return self._train(samples, data, objective, plan)
 
@@ -98,10 +99,24 @@ class _Engine:
 
         Entry 0 and the entries of tokens outside the loss mask are NaN: nothing scored them.
         """
-        index = self._check(samples)
+        index = self.check(samples)
+        self._check_plan(samples, index, plan)
         return per_sequence(samples, index, self._score(samples, index, plan))
 
-    def _check(self, samples: Sequence[Sample]) -> TermIndex:
+    @staticmethod
+    def _check_plan(samples: Sequence[Sample], index: TermIndex, plan: Plan | None) -> None:
+        """Raise UsageError for a plan that was made for other sequences, or in another order."""
+        if plan is None:
+            return
+        forest = plan.forest
+        same = len(samples) == forest.num_sequences
+        same = same and all(s.tokens is t or np.array_equal(s.tokens, t) for s, t in zip(samples, forest.sequences))
+        same = same and np.array_equal(index.sequence, forest.term_sequence)
+        if not (same and np.array_equal(index.position, forest.term_position)):
+            raise UsageError("the plan was made for other samples, or for these in another order: plan them again")
+
+    def check(self, samples: Sequence[Sample]) -> TermIndex:
+        """Return where the terms are; raise UsageError for samples that the model cannot take."""
         config = self.model.model_config
         for s in samples:
             check_arrays(s)

@@ -59,10 +59,12 @@ def _join(world: World | None, on_gpu: bool) -> None:
         return
     if on_gpu:
         local = world.rank if world.local_rank is None else world.local_rank
+        if torch.cuda.device_count() == 1:
+            local = 0  # the launcher shows each process its own GPU
         if local >= torch.cuda.device_count():
             raise UsageError(
                 f"rank {world.rank} is number {local} on its host, which shows {torch.cuda.device_count()} GPUs; "
-                "start one process per GPU"
+                "start one process per GPU, or show each process its own (CUDA_VISIBLE_DEVICES)"
             )
         torch.cuda.set_device(local)
     dist.init_process_group(backend, init_method=world.init_method, rank=world.rank, world_size=world.size)

@@ -20,6 +20,8 @@ _PRECISION = 5e-4
 """Bisection of the largest load stops here, relative."""
 _BUNDLES, _FEWEST, _COARSE, _MOST = 2**14, 32, 64, 512
 """Small siblings are moved together: so many bundles over all ranks, at least and at most so many for a rank."""
+_PIECES = 4
+"""Longest first: a rank's share is at least so many subtrees."""
 
 
 def filled(outline, work, num_ranks, factors, limit: float) -> list[np.ndarray]:
@@ -46,14 +48,13 @@ def _filled_by(outline, work, num_ranks, factors, limit: float, per_rank: int) -
     return None if best is None else _labels(outline, best)
 
 
-def longest_first(outline: Outline, work: np.ndarray, num_ranks: int, *, pieces_per_rank: int = 4) -> np.ndarray:
+def longest_first(outline: Outline, work: np.ndarray, num_ranks: int) -> np.ndarray:
     """Pack subtrees, the longest first, each on the rank that has least after it, int [S].
 
-    Subtrees of more than a rank's share / `pieces_per_rank` are opened. A rank pays a path above its subtrees once.
+    Subtrees of more than a rank's share / `_PIECES` are opened. A rank pays a path above its subtrees once.
     """
-    share = float(work.sum()) / num_ranks / pieces_per_rank
-    before = np.concatenate([[0.0], np.cumsum(work)])
-    total = before[outline.end] - before[:-1]
+    share = float(work.sum()) / num_ranks / _PIECES
+    total = subtree_work(outline, work)
     is_open = total > share
     top = outline.parent < 0
     top[~top] = is_open[outline.parent[~top]]
@@ -181,7 +182,7 @@ class _Filling:
         return self.kids[unit]
 
     def _fill(self, rank: int, room: float) -> None:
-        path, gained, least = [0], [0.0], room * self.grain
+        path, gained, least, is_empty = [0], [0.0], room * self.grain, True
         while True:
             kids = self._kids(path[-1])
             before = room
@@ -190,7 +191,8 @@ class _Filling:
                 room -= size
                 self.taken.append((self.units.first[unit], self.units.end[unit], rank))
             gained[-1] += before - room
-            opened = self._to_open(kids, room, least, is_empty=not any(gained))
+            is_empty &= gained[-1] == 0
+            opened = self._to_open(kids, room, least, is_empty=is_empty)
             if opened is None:
                 break
             if opened not in self.entered:

@@ -15,6 +15,8 @@ import numpy as np
 class Forest:
     """Compressed tries of the sequences' token ids; tokens numbered depth-first, so every subtree is a range."""
 
+    sequences: tuple[np.ndarray, ...]
+    """The caller's token ids of each sequence, [S]: not copied."""
     tokens: np.ndarray
     """int32 [T]: the id of each tree token."""
     depth: np.ndarray
@@ -100,6 +102,7 @@ def build_forest(
             trained[target] = True
             positions[i], targets[i] = position, target
     return Forest(
+        sequences=tuple(tokens),
         tokens=_concatenate([tokens[i][shared:] for i, shared in zip(runs.sequence, runs.shared)]),
         **runs.arrays(),
         sequence_end=runs.sequence_end,

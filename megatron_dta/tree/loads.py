@@ -35,7 +35,7 @@ def subtree_work(outline: Outline, work: np.ndarray) -> np.ndarray:
 def loads(outline: Outline, work: np.ndarray, rank_of: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the work of every rank, float64 [R]: the union of its sequences' paths."""
     found = np.zeros(num_ranks)
-    if num_ranks * outline.num_nodes < _COUNTED:
+    if num_ranks * outline.num_nodes < _COUNTED or outline.is_deep():
         for rank, own in enumerate(group_by(rank_of, num_ranks)):
             found[rank] = work[outline.held(own) > 0].sum()
         return found

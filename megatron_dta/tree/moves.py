@@ -10,18 +10,19 @@ import numpy as np
 from megatron_dta.tree.loads import loads, path_work, subtree_work
 from megatron_dta.tree.outline import Outline
 
+_MOVES = 40
 _TARGETS = 4
 """Ranks that a move is tried to: the emptiest."""
 
 
-def polish(outline: Outline, work: np.ndarray, rank_of: np.ndarray, factors: np.ndarray, moves: int = 40) -> np.ndarray:
+def polish(outline: Outline, work: np.ndarray, rank_of: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """Move subtrees from the fullest rank to one of the emptiest, each time the move that leaves the two lowest.
 
     A rank's load is its work times its factor. Never worse; a rank keeps at least one sequence.
     """
     rank_of = rank_of.copy()
     load = loads(outline, work, rank_of, len(factors)) * factors
-    for _ in range(moves):
+    for _ in range(_MOVES):
         full = int(load.argmax())
         options = moves_from(outline, work, rank_of, load, factors, full)
         best = min(options, key=lambda move: move.worst, default=None)

@@ -78,7 +78,7 @@ class Outline:
 
     def nodes_of(self, sequences: np.ndarray) -> np.ndarray:
         """Return the nodes on the paths of some sequences, increasing."""
-        if len(sequences) * _FEW > self.num_nodes:
+        if self.is_deep():
             return np.flatnonzero(self.held(sequences))
         frontier = np.unique(self.last[sequences])
         levels = [frontier]
@@ -88,14 +88,25 @@ class Outline:
             levels.append(frontier)
         return np.unique(np.concatenate(levels))
 
+    @cached_property
+    def num_levels(self) -> int:
+        """Nodes on the longest path."""
+        change = np.append(np.ones(self.num_nodes, np.int64), 0)
+        np.add.at(change, self.end, -1)
+        return int(np.cumsum(change)[:-1].max(initial=0))
+
+    def is_deep(self) -> bool:
+        """Tell whether counting over all nodes is faster than walking up paths."""
+        return self.num_levels * _PER_LEVEL > self.num_nodes
+
     def held(self, sequences: np.ndarray) -> np.ndarray:
         """Count the given sequences that end in each node's subtree, int64 [N]."""
         so_far = np.concatenate([[0], np.cumsum(np.bincount(self.last[sequences], minlength=self.num_nodes))])
         return so_far[self.end] - so_far[:-1]
 
 
-_FEW = 500
-"""From one sequence for so many nodes on, counting over all nodes is faster than walking up paths."""
+_PER_LEVEL = 5000
+"""Walking up one level of paths takes as long as counting over so many nodes."""
 
 
 def visible_pairs(depth: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -59,6 +59,8 @@ class Settings:
             if getattr(self, name) < 1:
                 shown = "padding multiple" if name == "multiple" else name
                 raise UsageError(f"{shown} is {getattr(self, name)}; expected at least 1")
+        if self.state_limit is not None and self.state_limit < 0:
+            raise UsageError(f"state_limit is {self.state_limit}; expected a number of cached states, at least 0")
         if self.ranks % self.together:
             raise UsageError(
                 f"{self.ranks} data-parallel ranks do not divide into groups of {self.together} that share "
@@ -164,7 +166,7 @@ def _spread(packer: Packer, settings: Settings) -> list[RankPacking]:
         nonlocal best
         found = spread(outline, weight, factors)[:candidates]
         tried = [[packer.pack(own, search=False) for own in group_by(rank_of, ranks)] for rank_of in found]
-        best = min([*([best] if best else []), *tried], key=_slowest)
+        best = min([*([best] if best else []), *tried], key=lambda ranks: _score(packer, ranks))
         return tried[0]
 
     packed = attempt(packer.work, np.ones(ranks), _CANDIDATES if ranks * outline.num_nodes < _NODES else 1)
@@ -184,7 +186,7 @@ def _search_slowest(packer: Packer, packed: list[RankPacking]) -> None:
     while (slowest := int(np.argmax([p.prediction.seconds for p in packed]))) not in searched:
         searched.add(slowest)
         found = packer.pack(packed[slowest].sequences)
-        if found.prediction.seconds < packed[slowest].prediction.seconds:
+        if _score(packer, [found]) < _score(packer, [packed[slowest]]):
             packed[slowest] = found
 
 
@@ -215,7 +217,8 @@ def _settle(packer: Packer, packed: list[RankPacking]) -> list[RankPacking]:
             target = packed[move.target]
             given = packer.pack(np.setdiff1d(packed[full].sequences, moving, assume_unique=True), search=False)
             taken = packer.pack(np.union1d(target.sequences, moving), search=False)
-            if max(given.prediction.seconds, taken.prediction.seconds) < seconds[full] * (1 - 1e-6):
+            excess_after, slower = _score(packer, [given, taken])
+            if slower < seconds[full] * (1 - 1e-6) and excess_after <= _excess(packer, [packed[full], target]):
                 packed[full], packed[move.target] = given, taken
                 rank_of[moving] = move.target
                 break
@@ -224,8 +227,9 @@ def _settle(packer: Packer, packed: list[RankPacking]) -> list[RankPacking]:
     return packed
 
 
-def _slowest(packed: list[RankPacking]) -> float:
-    return max(p.prediction.seconds for p in packed)
+def _score(packer: Packer, packed: Sequence[RankPacking]) -> tuple[int, float]:
+    """Return states above the limit, then the time of the slowest rank: less is better."""
+    return _excess(packer, packed), max(p.prediction.seconds for p in packed)
 
 
 def _align(packer: Packer, packed: list[RankPacking], settings: Settings):
@@ -234,25 +238,42 @@ def _align(packer: Packer, packed: list[RankPacking], settings: Settings):
     slots: list[Slots | None] = []
     seconds: list[float] = []
     for start in range(0, len(packed), settings.together):
-        own, num_slots = _alike(packer, packed[start : start + settings.together])
-        pushes = np.max([_pushes_before(p.prediction, num_slots) for p in own], axis=0)
-        slot_of = np.repeat(np.arange(num_slots), np.diff(pushes, prepend=0))
-        aligned += [packer.with_pushes_before(p, slot_of[: len(p.prediction.push_rows)]) for p in own]
-        slots += [Slots(pushes=tuple(np.diff(pushes, prepend=0).tolist()))] * len(own)
-        seconds.append(_group_seconds(own, num_slots))
+        own, group_slots = _alike(packer, packed[start : start + settings.together])
+        aligned += own
+        slots += [group_slots] * len(own)
+        seconds.append(_group_seconds(own, len(group_slots.pushes)))
     return aligned, slots, seconds
 
 
-def _alike(packer: Packer, group: list[RankPacking]) -> tuple[list[RankPacking], int]:
+def _alike(packer: Packer, group: list[RankPacking]) -> tuple[list[RankPacking], Slots]:
     """Choose how many chunks the ranks of a group run, and pack them evenly if that is faster for all."""
     most = max(1, *(p.num_chunks for p in group))
     fewest = max(1, *(-(-p.num_tokens // max(p.capacity, 1)) for p in group))
-    choices = [(group, most)]
+    choices = [_in_slots(packer, group, most)]
     for num_slots in range(fewest, most + 2):
         even = [packer.balanced(p, num_slots) for p in group]
         if max(p.num_chunks for p in even) <= num_slots:
-            choices.append((even, num_slots))
-    return min(choices, key=lambda choice: _group_seconds(*choice))
+            choices.append(_in_slots(packer, even, num_slots))
+
+    def key(choice: tuple[list[RankPacking], Slots]) -> tuple[int, float]:
+        ranks, slots = choice
+        return _excess(packer, ranks), _group_seconds(ranks, len(slots.pushes))
+
+    return min(choices, key=key)
+
+
+def _in_slots(packer: Packer, group: list[RankPacking], num_slots: int) -> tuple[list[RankPacking], Slots]:
+    """Make pushes where the first rank of the group needs one; states are cached from then on."""
+    pushes = np.max([_pushes_before(p.prediction, num_slots) for p in group], axis=0)
+    slot_of = np.repeat(np.arange(num_slots), np.diff(pushes, prepend=0))
+    ranks = [packer.with_pushes_before(p, slot_of[: len(p.prediction.push_rows)]) for p in group]
+    return ranks, Slots(pushes=tuple(np.diff(pushes, prepend=0).tolist()))
+
+
+def _excess(packer: Packer, packed: Sequence[RankPacking]) -> int:
+    """Return the cached states above the limit on the rank that has most."""
+    most = max(p.prediction.state_rows for p in packed)
+    return 0 if packer.state_limit is None else max(0, most - packer.state_limit)
 
 
 def _pushes_before(prediction: Prediction, num_slots: int) -> np.ndarray:

@@ -17,6 +17,8 @@ from megatron_dta.tree.outline import Outline
 
 _FEW = 16
 """Up to so many ranks, longest-first packing is tried too, and everything with and without moves."""
+_SHALLOW = 2**20
+"""Up to so many steps up all paths together it is cheap."""
 _PRECISION = 5e-4
 """Bisection of the largest load stops here, relative."""
 
@@ -32,7 +34,7 @@ def spread(outline: Outline, work: np.ndarray, factors: np.ndarray) -> list[np.n
         return [np.zeros(len(outline.last), np.int64)]
     limit, contiguous = _contiguous(outline, work, num_ranks, factors)
     candidates = [contiguous, *filled(outline, work, num_ranks, factors, limit)]
-    if num_ranks <= _FEW:
+    if num_ranks <= _FEW and outline.num_levels * len(outline.last) < _SHALLOW:
         candidates.append(longest_first(outline, work, num_ranks))
     plain = [_no_empty_rank(outline, work, num_ranks, candidate) for candidate in candidates]
     found = [polish(outline, work, rank_of, factors) for rank_of in plain]

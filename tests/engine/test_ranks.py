@@ -12,6 +12,7 @@ from megatron_dta.data.samples import Sample
 from megatron_dta.engine.batch import Scope, merged_metrics, per_sequence, sample_advantages, scope_of, term_index
 from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine
 from megatron_dta.engine.optimizer import MasterAdamW
+from megatron_dta.errors import UsageError
 from megatron_dta.rl import objectives
 from megatron_dta.rl.terms import Loss, Objective, Terms
 from megatron_dta.tree.forest import build_forest
@@ -310,3 +311,26 @@ def test_a36_shares_of_a_batch_are_one_update():
     for a, b, old in zip(runs[0][3], runs[1][3], start):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
         assert (a != old).any()
+
+
+@pytest.mark.parametrize("change", ["order", "ids", "mask", "fewer"])
+def test_a_plan_of_other_samples_is_refused(change):
+    """Its edges would be scored against tokens of other sequences, and gradients go to the wrong weights."""
+    first, second = batch([[1, 2, 3, 4], [1, 2, 5, 6]], p_trained=1.0)
+    engine = TreeEngine(tiny())
+    plan = engine.plan([first, second])
+    other = {
+        "order": [second, first],
+        "ids": [first, replace(second, tokens=np.array([1, 2, 5, 7], np.int32))],
+        "mask": [first, replace(second, loss_mask=np.array([False, False, True, True]))],
+        "fewer": [first],
+    }[change]
+    for refused in (
+        lambda: engine.train_batch(other, objectives.sft(), plan=plan),
+        lambda: engine.forward_batch(other, plan=plan),
+    ):
+        with pytest.raises(UsageError, match="the plan was made for other samples"):
+            refused()
+    assert all(p.grad is None for p in tiny().parameters())
+    copies = [replace(s, tokens=s.tokens.copy()) for s in (first, second)]
+    assert len(engine.forward_batch(copies, plan=plan)) == 2

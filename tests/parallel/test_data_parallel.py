@@ -26,7 +26,8 @@ OBJECTIVES = {
 }
 FREE = {
     *("seconds", "sequence_tokens_per_second", "tree_tokens_per_second", "memory_gib"),
-    *("plan_seconds", "plan_wait_seconds", "plan_build_seconds", "imbalance_predicted"),
+    *("plan_seconds", "plan_wait_seconds", "plan_build_seconds", "sweep_seconds"),
+    *("predicted_imbalance", "predicted_seconds", "copied_tokens"),
     # a path on two ranks is computed on both
     *("executed_tokens", "pushed_tokens", "reuse"),
 }
