@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dta.checkpoint.open_model import TINY
 from megatron_dta.config import Config, DataConfig, ModelSection, TrainSection, load_config
 from megatron_dta.data.rollouts import write_jsonl
 from megatron_dta.errors import UsageError
@@ -153,7 +152,7 @@ def test_a_sample_that_a_later_step_would_refuse_is_refused_before_the_first(tmp
     rows[2] |= {"tokens": [1] * 9, "loss_mask": [0] + [1] * 8}
     rollouts, model = tmp_path / "rollouts.jsonl", tmp_path / "model.json"
     rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model.write_text(json.dumps(TINY | {"model_type": "qwen3", "vocab_size": 8, "max_position_embeddings": 8}))
+    model.write_text(json.dumps(TINY | {"vocab_size": 8, "max_position_embeddings": 8}))
     config = Config(
         data=DataConfig(rollouts=str(rollouts)),
         model=ModelSection(hf_config=str(model), dtype="fp32"),
