@@ -1,8 +1,10 @@
 """Starts a script on several ranks, by mpiexec or as torchrun would, and returns what each printed."""
 
+import contextlib
 import functools
 import importlib.util
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -85,5 +87,9 @@ def torch_variables(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Return a port to listen at, below those that outgoing connections are given: nobody takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megatron_dta import cli
 from megatron_dta.data.rollouts import write_jsonl
 from tests.batches import trained
-from tests.control.spawn import ROOT, free_port, run_alone, run_mpi, start_mpi
+from tests.control.spawn import ROOT, run_alone, run_mpi, start_mpi
 
 VOCAB = 29
 SIZES = (7, 4, 1)
@@ -119,7 +119,7 @@ def test_grpo_under_mpiexec(folder, alone):
 @pytest.mark.parametrize(("objective", "num_ranks"), [("grpo", 2), ("sft", 3)])
 def test_under_torchrun(folder, alone, objective, num_ranks):
     output = folder / f"torchrun {objective}"
-    launcher = ("torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port", str(free_port()))
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
     ran = run_alone("-m", *launcher, "-m", "megatron_dta", *arguments(folder, objective, output))
     assert ran.returncode == 0, ran.stderr
     assert_same_training(output, alone(objective), objective)
