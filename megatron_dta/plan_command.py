@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megatron_dta.data.atomic import replaced
+from megatron_dta.data.atomic import write_text
 from megatron_dta.data.rollouts import read_rollouts
-from megatron_dta.data.samples import Sample
+from megatron_dta.data.samples import Sample, columns
 from megatron_dta.drawing import draw_plans
 from megatron_dta.errors import UsageError
 from megatron_dta.model_config import parse_model_config, read_model_config
@@ -56,8 +56,6 @@ ASSUMED = {
 SIMULATED_RANKS = (2, 8, 64, 512, 4096)
 SAMPLES_PER_RANK = 8
 """A simulated batch is repeated until the most ranks have so many samples each, and tokens for a full chunk."""
-
-
 MOST_NODES = 300_000
 """Size of a simulated batch, unless the user names the copies."""
 
@@ -143,7 +141,7 @@ def run_plan(
         on_warning=say,
     )
     read = time.perf_counter()
-    outline = build_outline(*_columns(samples))
+    outline = build_outline(*columns(samples))
     if not config:
         say("planned for the shape of an 8B model")
     if simulate is not None:
@@ -158,19 +156,15 @@ def run_plan(
     Console().print(_table(facts, with_model=config is not None))
     say(f"read in {read - start:.2f} s, planned in {planned - read:.2f} s, built in {built - planned:.2f} s")
     if json_file:
-        _write(json_file, json.dumps(report.as_json(), indent=2) + "\n")
+        write_text(Path(json_file), json.dumps(report.as_json(), indent=2) + "\n")
     if html_file:
-        _write(html_file, draw_plans(plans, settings.cost, title=Path(rollouts).name, facts=facts))
+        write_text(Path(html_file), draw_plans(plans, settings.cost, title=Path(rollouts).name, facts=facts))
         say(f"drawn: {html_file}")
-
-
-def _columns(samples: Sequence[Sample]):
-    return [s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples]
 
 
 def _built(samples: Sequence[Sample], task, settings: Settings) -> Plan:
     own = [samples[i] for i in task.sequences.tolist()]
-    return build_plan(task, *_columns(own), multiple=settings.multiple, in_flight=settings.in_flight)
+    return build_plan(task, *columns(own), multiple=settings.multiple, in_flight=settings.in_flight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +301,7 @@ def _simulate(
     ranks: Sequence[int],
     repeat: int | None,
     json_file: str | None,
-) -> None:  # fmt: skip
+) -> None:
     """Predict steps of the batch repeated, on every number of ranks, and print them."""
     counts = sorted(set(ranks or SIMULATED_RANKS))
     if counts[0] < 1 or any(count % layout.expert for count in counts):
@@ -329,7 +323,7 @@ def _simulate(
     rows = []
     for count in track(counts, description="planning", transient=True):
         start = time.perf_counter()
-        plan = plan_batch(batch, _with_ranks(settings, count))
+        plan = plan_batch(batch, replace(settings, ranks=count))
         step = _step_seconds(plan, layout)
         chunks = [len(p.rows) for p in plan.predictions]
         row = {
@@ -350,7 +344,7 @@ def _simulate(
     Console().print(table)
     say("work/step: time of the tokens alone, each computed once and spread evenly, over the predicted step")
     if json_file:
-        _write(json_file, json.dumps({"copies": copies, "steps": rows}, indent=2) + "\n")
+        write_text(Path(json_file), json.dumps({"copies": copies, "steps": rows}, indent=2) + "\n")
 
 
 def _copies(outline: Outline, ranks: int, settings: Settings) -> int:
@@ -362,15 +356,3 @@ def _copies(outline: Outline, ranks: int, settings: Settings) -> int:
         say(f"repeated {most:,} times, not the {wanted:,} that would fill all ranks: planning would take minutes; "
             "--repeat asks for more")  # fmt: skip
     return min(wanted, most)
-
-
-def _with_ranks(settings: Settings, ranks: int) -> Settings:
-    return Settings(**{**vars(settings), "ranks": ranks})
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with replaced(Path(path)) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot write ({error.strerror})") from None

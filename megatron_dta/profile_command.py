@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron_dta.attention.api import get_backend
 from megatron_dta.checkpoint.open_model import open_model
 from megatron_dta.config import Config
-from megatron_dta.data.atomic import replaced
+from megatron_dta.data.atomic import write_text
 from megatron_dta.engine.engine import default_backend
 from megatron_dta.engine.measure import Measured, measure, shapes
 from megatron_dta.engine.optimizer import MasterAdamW
@@ -84,7 +84,7 @@ def run_profile(config: Config, out: str | Path, repeats: int) -> CostModel:
         "pushes": push.table,
     }
     cost = CostModel(machine=machine, chunk=chunk.cost, push=push.cost, fit=fit)
-    _write(Path(out), cost_json(cost))
+    write_text(Path(out), cost_json(cost))
     Console().print(_table(chunk, push))
     for name, fitted in (("chunks", chunk), ("pushes", push)):
         say(f"{name}: median error {fitted.errors['median']:.1%}, worst {fitted.errors['worst']:.1%}")
@@ -168,11 +168,3 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"{path}: cannot write ({error.strerror})") from None
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"{path}: cannot write; expected the name of a file in a folder that can be written")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with replaced(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot write ({error.strerror})") from None

@@ -15,9 +15,9 @@ from megatron_dta.config import Config, EngineSection, RLSection
 from megatron_dta.control.plane import ControlPlane, Share
 from megatron_dta.control.planning import Forecast
 from megatron_dta.data.rollouts import read_rollouts
-from megatron_dta.data.samples import Sample
-from megatron_dta.engine.batch import Scope, merged_metrics, sample_advantages
-from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine
+from megatron_dta.data.samples import Sample, columns
+from megatron_dta.engine.batch import Scope, check_ref_logprobs, merged_metrics, sample_advantages
+from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine, machine_cost
 from megatron_dta.engine.optimizer import MasterAdamW
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.model import TreeModel
@@ -26,7 +26,7 @@ from megatron_dta.processes import Processes, joined
 from megatron_dta.progress import TrainProgress, only_rank, peak_memory_gib, say
 from megatron_dta.rl import objectives
 from megatron_dta.rl.terms import Objective
-from megatron_dta.tree.cost import default_cost, open_cost
+from megatron_dta.tree.cost import open_cost
 from megatron_dta.tree.plan import Plan
 from megatron_dta.tree.planner import Settings, build_plan
 
@@ -94,9 +94,8 @@ def check_all(engine: TreeEngine | FlatEngine, samples: Sequence[Sample], object
     engine.check(samples)
     if objective.needs_advantages:
         sample_advantages(samples)
-    without = next((s.sample_id for s in samples if objective.needs_ref_logprobs and s.ref_logprobs is None), None)
-    if without is not None:
-        raise UsageError(f"sample {without}: ref_logprobs is missing; the KL term needs it for every sample")
+    if objective.needs_ref_logprobs:
+        check_ref_logprobs(samples)
 
 
 def submit(plane: ControlPlane, samples: Sequence[Sample], objective: Objective) -> None:
@@ -157,9 +156,7 @@ def rank_plan(engine: TreeEngine | FlatEngine, share: Share) -> Plan | None:
     """Build the plan of this rank's share; the flat engine has none."""
     if isinstance(engine, FlatEngine):
         return None
-    columns = zip(*((s.tokens, s.loss_mask, s.identity) for s in share.samples))
-    tokens, masks, identities = columns if share.samples else ((), (), ())
-    return build_plan(share.task, tokens, masks, identities, multiple=engine.multiple)
+    return build_plan(share.task, *columns(share.samples), multiple=engine.multiple)
 
 
 def with_old_logprobs(
@@ -220,8 +217,7 @@ def settings_of(engine: TreeEngine | FlatEngine, ranks: int) -> Settings:
     """Return what plans for this engine have to fit, on `ranks` data-parallel ranks."""
     if isinstance(engine, TreeEngine):
         return replace(engine.settings, ranks=ranks)
-    machine = "h200" if engine.model.output_weight().is_cuda else "cpu"
-    return Settings(cost=default_cost(engine.model.model_config, machine), ranks=ranks)
+    return Settings(cost=machine_cost(engine.model), ranks=ranks)
 
 
 def make_engine(model: TreeModel, engine: EngineSection, temperature: float) -> TreeEngine | FlatEngine:

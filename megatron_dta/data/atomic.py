@@ -7,6 +7,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO
 
+from megatron_dta.errors import UsageError
+
 
 @contextmanager
 def replaced(path: str | Path) -> Iterator[IO[bytes]]:
@@ -38,3 +40,12 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as a whole; raise UsageError where that is not possible."""
+    try:
+        with replaced(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot write ({error.strerror})") from None

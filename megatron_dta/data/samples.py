@@ -1,5 +1,6 @@
 """The record that every other module calls a sequence: one rollout, its ids never changed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,3 +26,8 @@ class Sample:
     ref_logprobs: np.ndarray | None = None
     identity: np.ndarray | None = None
     version: int | None = None
+
+
+def columns(samples: Sequence[Sample]) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray | None]]:
+    """Return ids, loss masks and identity tags of all samples: what trees are built of."""
+    return [s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples]

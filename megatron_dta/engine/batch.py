@@ -176,12 +176,18 @@ def _advantages(samples, index: TermIndex, objective: Objective) -> np.ndarray:
 
 
 def _ref_logprobs(samples, index: TermIndex, objective: Objective, on_device) -> torch.Tensor | None:
-    without = next((s.sample_id for s in samples if s.ref_logprobs is None), None)
-    if without is None:
-        return on_device(per_term([s.ref_logprobs for s in samples], index, np.nan))
     if objective.needs_ref_logprobs:
+        check_ref_logprobs(samples)
+    if any(s.ref_logprobs is None for s in samples):
+        return None
+    return on_device(per_term([s.ref_logprobs for s in samples], index, np.nan))
+
+
+def check_ref_logprobs(samples: Sequence[Sample]) -> None:
+    """Raise UsageError for the first sample without reference log-probs."""
+    without = next((s.sample_id for s in samples if s.ref_logprobs is None), None)
+    if without is not None:
         raise UsageError(f"sample {without}: ref_logprobs is missing; the KL term needs it for every sample")
-    return None
 
 
 class Totals:

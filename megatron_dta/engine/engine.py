@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_dta.attention.api import Backend, get_backend
-from megatron_dta.data.samples import Sample
+from megatron_dta.data.samples import Sample, columns
 from megatron_dta.engine.batch import (
     Scope,
     TermData,
@@ -165,8 +165,7 @@ class TreeEngine(_Engine):
         self.state_limit = state_limit
         name = backend or default_backend(model.output_weight())
         self.backend = get_backend(name) if isinstance(name, str) else name
-        machine = "h200" if model.output_weight().is_cuda else "cpu"
-        self.cost = cost or default_cost(model.model_config, machine)
+        self.cost = cost or machine_cost(model)
         self._planned: tuple[bytes, Plan] | None = None
 
     @property
@@ -178,11 +177,11 @@ class TreeEngine(_Engine):
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """Return the plan of a batch; the last one is kept, for sweeps and inner epochs over the same content."""
-        columns = ([s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples])
-        key = _content(*columns, self.budget, self.multiple)
+        content = columns(samples)
+        key = _content(*content, self.budget, self.multiple)
         if self._planned is None or self._planned[0] != key:
-            (task,) = plan_batch(build_outline(*columns), self.settings).tasks
-            self._planned = (key, build_plan(task, *columns, multiple=self.multiple))
+            (task,) = plan_batch(build_outline(*content), self.settings).tasks
+            self._planned = (key, build_plan(task, *content, multiple=self.multiple))
         return self._planned[1]
 
     def _train(self, samples, data: TermData, objective: Objective, plan: Plan | None) -> StepResult:
@@ -302,6 +301,11 @@ def _loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> G
 def default_backend(weight: torch.Tensor) -> str:
     """Return `flash4` for half precision on CUDA, which is all it computes, and `segment` for everything else."""
     return "flash4" if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) else "segment"
+
+
+def machine_cost(model: TreeModel) -> CostModel:
+    """Return the shipped cost of a model on the kind of machine that it is on."""
+    return default_cost(model.model_config, "h200" if model.output_weight().is_cuda else "cpu")
 
 
 def _content(*parts) -> bytes:

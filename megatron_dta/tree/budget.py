@@ -2,6 +2,7 @@
 
 from math import lcm
 from numbers import Integral
+from typing import Any
 
 from megatron_dta.errors import UsageError
 
@@ -29,6 +30,11 @@ def row_multiple(
     return lcm(block, shards * FP8_ROWS[fp8])
 
 
+def padded(tokens: Any, multiple: int) -> Any:
+    """Round numbers of tokens, one or an array, up to full multiples of the padding."""
+    return -(-tokens // multiple) * multiple
+
+
 def capacity_of(num_tokens: int, budget: int | str, multiple: int = 1) -> int:
     """Return the most tokens one chunk may hold: the budget (`whole`: all tokens) in full multiples of the padding.
 
@@ -37,7 +43,7 @@ def capacity_of(num_tokens: int, budget: int | str, multiple: int = 1) -> int:
     if multiple < 1:
         raise UsageError(f"padding multiple is {multiple}; expected a positive whole number")
     if budget == WHOLE:
-        return -(-num_tokens // multiple) * multiple
+        return padded(num_tokens, multiple)
     if isinstance(budget, bool | str) or not isinstance(budget, Integral) or int(budget) < multiple:
         raise UsageError(
             f"budget is {budget!r}; expected '{WHOLE}' or at least {multiple} tokens, the padding multiple of a chunk"

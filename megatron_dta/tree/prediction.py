@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dta.tree.budget import padded
 from megatron_dta.tree.cost import CostModel
 from megatron_dta.tree.layout import Layout
 from megatron_dta.tree.outline import visible_pairs
@@ -61,12 +62,12 @@ def predict(
     contexts = layout.contexts()
     pairs = visible_pairs(packing.depth, length)
     tokens = np.bincount(chunk, length, num_chunks)
-    rows = _padded(tokens, multiple)
+    rows = padded(tokens, multiple)
     sources = np.bincount(chunk, outline.sources[packing.node] * length / outline.length[packing.node], num_chunks)
     context = np.array([length[c].sum() for c in contexts], np.float64)
     chunk_pairs = np.bincount(chunk, pairs, num_chunks) + rows - tokens
     pushes = _push_calls(packing, layout, contexts, capacity)
-    push_padded = _padded(pushes.rows, multiple)
+    push_padded = padded(pushes.rows, multiple)
     readers = np.full(len(length), -1)
     for number, pieces in enumerate(contexts):
         readers[pieces] = number
@@ -143,7 +144,3 @@ def _most_alive(first: np.ndarray, last: np.ndarray, size: np.ndarray, num_chunk
     np.add.at(change, first, size)
     np.add.at(change, last + 1, -size)
     return int(np.cumsum(change).max(initial=0))
-
-
-def _padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
-    return -(-tokens // multiple) * multiple

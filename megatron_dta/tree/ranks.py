@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_dta.tree.budget import capacity_of
+from megatron_dta.tree.budget import capacity_of, padded
 from megatron_dta.tree.cost import CostModel
 from megatron_dta.tree.fill import bins
 from megatron_dta.tree.improve import best_packing
@@ -145,7 +145,7 @@ class Packer:
             loads(outline, values.astype(np.float64), parts, num_parts)
             for values in (outline.length, outline.pairs, outline.sources)
         )
-        rows = -(-tokens // self.multiple) * self.multiple
+        rows = padded(tokens, self.multiple)
         none = np.zeros(0)
         prediction = Prediction(
             rows=rows.astype(np.int64),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_dta.tree.budget import padded
 from megatron_dta.tree.forest import Forest
 from megatron_dta.tree.layout import Layout, group_by
 from megatron_dta.tree.plan import Chunk, Kind, Operation, Plan, Push
@@ -144,7 +145,7 @@ class _Builder:
 
     def _call(self, tokens: np.ndarray, context: np.ndarray) -> dict:
         keys = np.concatenate([context, tokens])
-        size = max(-(-len(tokens) // self.multiple), 1) * self.multiple
+        size = padded(max(len(tokens), 1), self.multiple)
         padding = np.arange(len(tokens), size)  # one-token trees that see only themselves
         visible_from = np.concatenate([np.searchsorted(tokens, keys), padding])
         visible_to = np.concatenate([np.searchsorted(tokens, self.forest.subtree_end[keys]), padding + 1])
