@@ -5,7 +5,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(shell cat requirements.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: demo test checks verify-full clean
+.PHONY: demo test test-parallel checks verify-full clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::UserWarning tools/demo.py
@@ -13,6 +13,10 @@ demo: $(INSTALLED)
 # One thread a worker: the models are tiny, and threads that wait for each other cost more than they compute.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1
+
+# The whole matrix of parallel axes, all forests on all layouts: about an hour on two cores.
+test-parallel: $(INSTALLED)
+	OMP_NUM_THREADS=1 MEGATRON_DTA_CELLS=all $(BIN)/python -m pytest -n 1 tests/parallel
 
 checks: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_dta import __version__
 from megatron_dta.errors import UsageError
+from megatron_dta.model_config import FAMILIES
 from megatron_dta.progress import quiet_host
 
 
@@ -34,18 +35,23 @@ def _parser() -> argparse.ArgumentParser:
     source = verify.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="HF_FOLDER", help="a Hugging Face folder with weights")
     source.add_argument("--config", metavar="HF_CONFIG_JSON", help="a config.json; weights are random")
-    source.add_argument("--tiny", default="qwen3", choices=("qwen2", "qwen3", "llama"), help="a tiny random model")
+    source.add_argument("--tiny", default="qwen3", choices=FAMILIES, help="a tiny random model")
     verify.add_argument("--dtype", default="fp64", choices=("bf16", "fp32", "fp64"))
     verify.add_argument("--attention", choices=("reference", "segment", "flash4"), help="by default fit to the machine")
     verify.add_argument("--temperature", type=float, default=1.0)
+    verify.add_argument("--parallel", action="store_true", help="on all processes that torchrun or mpiexec started")
+    verify.add_argument("--sp", action="store_true", help="sequence parallel over the tensor ranks")
+    verify.add_argument("--cp-comm", default="a2a", choices=("a2a", "allgather"), help="how context ranks attend")
+    verify.add_argument("--vpp", type=int, default=1, metavar="N", help="model parts a pipeline stage interleaves")
+    verify.add_argument("--etp", type=int, metavar="N", help="tensor ranks of an expert, by default those of --tp")
+    _add_axes(verify)
     verify.set_defaults(run=_verify)
     plan = commands.add_parser("plan", help="what a rollout file saves and costs; needs no torch")
     _add_rollout_options(plan)
     plan.add_argument("--config", metavar="HF_CONFIG_JSON", help="for work and memory of that model")
     plan.add_argument("--dtype", default="bf16", choices=("bf16", "fp32", "fp64"))
     plan.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks")
-    for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
-        plan.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{name}-parallel size")
+    _add_axes(plan)
     plan.add_argument("--fp8", default="none", choices=("none", "fp8", "mxfp8"), help="rows that low precision needs")
     plan.add_argument("--cost", default="h200", metavar="NAME", help="h200, cpu, or a file that `profile` wrote")
     plan.add_argument("--state-limit", type=int, metavar="N", help="most cached states alive at once, in tokens")
@@ -63,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--repeats", type=int, default=3, metavar="N", help="the median of N timings counts")
     profile.set_defaults(run=_profile)
     return parser
+
+
+def _add_axes(parser: argparse.ArgumentParser) -> None:
+    for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
+        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{name}-parallel size")
 
 
 def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +108,21 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from megatron_dta.axes import Axes
     from megatron_dta.verify_command import run_verify
 
+    axes = Axes(
+        tensor=args.tp,
+        sequence=args.sp,
+        context=args.cp,
+        cp_comm=args.cp_comm,
+        pipeline=args.pp,
+        virtual=args.vpp,
+        expert=args.ep,
+        expert_tensor=args.etp,
+    )
+    if axes != Axes() and not args.parallel:
+        raise UsageError(f"{axes.describe()} without --parallel; add it, and start with torchrun or mpiexec")
     return run_verify(
         args.rollouts,
         hf_folder=args.model,
@@ -108,6 +132,7 @@ def _verify(args: argparse.Namespace) -> int:
         **_rollout_options(args),
         attention=args.attention,
         temperature=args.temperature,
+        axes=axes if args.parallel else None,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dta.axes import Axes
 from megatron_dta.errors import UsageError
 
 
@@ -65,6 +66,18 @@ class EngineSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeSection:
+    """A mixture of experts; what it says is about the whole step's sequences, however they are laid out."""
+
+    experts: str = "sequential"
+    """sequential or grouped: one expert after another, or Transformer Engine's grouped matrix products."""
+    aux_loss_coef: float = 0.0
+    """Load-balancing loss over the whole step; above 0 a sweep finds each expert's load before training."""
+    z_loss_coef: float = 0.0
+    """Squared log-sum-exp of the router's logits, mean over the step's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RLSection:
     """The objective and its numbers."""
 
@@ -114,6 +127,8 @@ class Config:
     data: DataConfig
     model: ModelSection = field(default_factory=ModelSection)
     engine: EngineSection = field(default_factory=EngineSection)
+    parallel: Axes = field(default_factory=Axes)
+    moe: MoeSection = field(default_factory=MoeSection)
     rl: RLSection = field(default_factory=RLSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
@@ -121,6 +136,7 @@ class Config:
     def __post_init__(self):
         one_of("engine.mode", self.engine.mode, ("tree", "flat"))
         one_of("model.dtype", self.model.dtype, ("bf16", "fp32", "fp64"))
+        one_of("moe.experts", self.moe.experts, ("sequential", "grouped"))
         one_of("rl.objective", self.rl.objective, ("sft", "grpo"))
         one_of("rl.normalizer", self.rl.normalizer, ("token_mean", "sequence_mean"))
         one_of("optimizer.schedule", self.optimizer.schedule, ("constant", "cosine"))
@@ -143,6 +159,8 @@ class Config:
             ("rl.clip_low", self.rl.clip_low, 0),
             ("rl.clip_high", self.rl.clip_high, 0),
             ("rl.kl_coef", self.rl.kl_coef, 0),
+            ("moe.aux_loss_coef", self.moe.aux_loss_coef, 0),
+            ("moe.z_loss_coef", self.moe.z_loss_coef, 0),
             ("data.groups_per_step", self.data.groups_per_step, 1),
             ("rl.inner_epochs", self.rl.inner_epochs, 1),
             ("train.steps", self.train.steps, 1),

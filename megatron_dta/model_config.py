@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_dta.errors import UsageError
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a decoder of the families Qwen2.5, Qwen3 and Llama 2 / 3.x needs, in one vocabulary."""
+    """What a decoder of the families Qwen2.5, Qwen3, Qwen3-MoE and Llama 2 / 3.x needs, in one vocabulary."""
 
     family: str
     num_layers: int
@@ -42,6 +42,12 @@ class ModelConfig:
     init_std: float
     max_positions: int
     """Longest position the model was made for; longer sequences are refused."""
+    num_experts: int = 0
+    """0: a dense model; else every layer has experts in place of its MLP, and `ffn_size` is that of no layer."""
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    norm_topk_prob: bool = True
+    """Weights of the chosen experts sum to one."""
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
@@ -66,8 +72,8 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     """Translate the keys of a Hugging Face config; raise UsageError naming the option that is not supported."""
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise UsageError(f"model_type is {family!r}; supported are {', '.join(FAMILIES)} (dense decoders)")
-    _refuse(raw)
+        raise UsageError(f"model_type is {family!r}; supported are {', '.join(FAMILIES)}")
+    _refuse(raw, family)
     num_heads = _positive(raw, "num_attention_heads")
     hidden_size = _positive(raw, "hidden_size")
     num_kv_heads = _positive(raw, "num_key_value_heads", num_heads if family == "llama" else None)
@@ -87,11 +93,37 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         rope_theta=_number(rope, "rope_theta", 10000.0),
         rope_scaling=_rope_scaling(rope),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=family == "qwen2",
         init_std=_number(raw, "initializer_range", 0.02),
         max_positions=_positive(raw, "max_position_embeddings"),
+        **(_experts(raw) if family == "qwen3_moe" else {}),
     )
+
+
+def _experts(raw: dict[str, Any]) -> dict[str, Any]:
+    """Read the experts; transformers 5 writes their number as `num_local_experts`."""
+    local = raw.get("num_local_experts")
+    num_experts = _positive(raw, "num_experts", local)
+    if local not in (None, num_experts):
+        raise UsageError(f"num_experts is {num_experts}, num_local_experts {local!r}; give one of them")
+    per_token = _positive(raw, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise UsageError(f"num_experts_per_tok is {per_token}; expected at most num_experts, {num_experts}")
+    normalised = raw.get("norm_topk_prob", False)
+    if not isinstance(normalised, bool):
+        raise UsageError(f"norm_topk_prob is {normalised!r}; expected true or false")
+    if normalised and per_token == 1:
+        raise UsageError(
+            "norm_topk_prob = True with num_experts_per_tok = 1 is not supported: the weight is always one, so the "
+            "router would get no gradient; set norm_topk_prob to false, or more experts per token"
+        )
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "expert_ffn_size": _positive(raw, "moe_intermediate_size"),
+        "norm_topk_prob": normalised,
+    }
 
 
 def _head_size(raw: dict[str, Any], family: str, hidden_size: int, num_heads: int) -> int:
@@ -133,7 +165,7 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     )
 
 
-def _refuse(raw: dict[str, Any]) -> None:
+def _refuse(raw: dict[str, Any], family: str) -> None:
     """Name the first option under which shared tokens would not train exactly as each rollout alone."""
     layer_types = raw.get("layer_types") or []
     refused = {
@@ -147,8 +179,10 @@ def _refuse(raw: dict[str, Any]) -> None:
         "num_nextn_predict_layers": bool(raw.get("num_nextn_predict_layers")),
         "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0,
         "use_mrope": bool(raw.get("use_mrope")),
+        "decoder_sparse_step": raw.get("decoder_sparse_step", 1) != 1,
         **{name: bool(value) for name, value in raw.items() if "dropout" in name or "pdrop" in name},
         **{name: bool(raw.get(name)) for name in _OFF},
+        **{name: bool(raw.get(name)) for name in _NUM_EXPERTS if family != "qwen3_moe"},
     }
     for name, is_refused in refused.items():
         if is_refused:
@@ -156,10 +190,20 @@ def _refuse(raw: dict[str, Any]) -> None:
 
 
 _OFF = (
-    *("attention_sinks", "attention_sink", "num_experts", "num_local_experts"),
+    *("attention_sinks", "attention_sink", "mlp_only_layers"),
+    *(
+        "shared_expert_intermediate_size",
+        "n_shared_experts",
+        "num_shared_experts",
+        "moe_shared_expert_intermediate_size",
+    ),
     *("peft_type", "adapters", "quantization_config"),
 )
-_REMEDY = "use a dense, full-attention decoder without dropout, sliding window, biases outside q/k/v, MTP or adapters"
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+_REMEDY = (
+    "use a full-attention decoder without dropout, sliding window, biases outside q/k/v, MTP or adapters, either dense "
+    "or a qwen3_moe with routed experts alone in every layer"
+)
 
 
 def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -13,17 +13,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_dta.axes import Axes, check_axes
 from megatron_dta.data.atomic import write_text
 from megatron_dta.data.rollouts import read_rollouts
 from megatron_dta.data.samples import Sample, columns
 from megatron_dta.drawing import draw_plans
 from megatron_dta.errors import UsageError
-from megatron_dta.model_config import parse_model_config, read_model_config
+from megatron_dta.model_config import ModelConfig, parse_model_config, read_model_config
 from megatron_dta.progress import say
 from megatron_dta.tree.budget import WHOLE, capacity_of, row_multiple
 from megatron_dta.tree.cost import open_cost
 from megatron_dta.tree.outline import Outline, build_outline
 from megatron_dta.tree.packing import least_pushed
+from megatron_dta.tree.pipeline import Pipeline, in_flight, parts_in_flight
 from megatron_dta.tree.plan import Plan
 from megatron_dta.tree.planner import BatchPlan, Settings, build_plan, plan_batch
 from megatron_dta.tree.ranks import node_work
@@ -37,6 +39,8 @@ from megatron_dta.tree.statistics import (
     plan_statistics,
     work_statistics,
 )
+from megatron_dta.tree.step_time import step_timing
+from megatron_dta.tree.timeline import Timing
 
 ASSUMED = {
     "model_type": "qwen3",
@@ -69,24 +73,41 @@ class Layout:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    virtual: int = 1
     expert: int = 1
-    """Neighbouring data-parallel ranks that share experts."""
+    expert_tensor: int | None = None
     padding: int = 1
     fp8: str = "none"
 
     @property
+    def axes(self) -> Axes:
+        """What has no option here is as permissive as can be: rows are dealt, keys and values are gathered."""
+        return Axes(
+            tensor=self.tensor,
+            sequence=self.tensor > 1,
+            context=self.context,
+            cp_comm="allgather",
+            pipeline=self.pipeline,
+            virtual=self.virtual,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+        )
+
+    @property
+    def stages(self) -> Pipeline:
+        return Pipeline(stages=self.pipeline, virtual=self.virtual)
+
+    def timing(self, batch: BatchPlan) -> Timing:
+        """Predict a step of a batch that was planned for this layout, on any number of ranks."""
+        return step_timing(batch, self.stages, together=self.axes.together)
+
+    @property
     def devices(self) -> int:
-        return self.ranks * self.tensor * self.context * self.pipeline
+        return self.ranks * self.axes.replica_size
 
     @property
     def multiple(self) -> int:
-        return row_multiple(
-            block=self.padding,
-            tensor=self.tensor,
-            sequence_parallel=self.tensor > 1,
-            context=self.context,
-            fp8=self.fp8,
-        )
+        return row_multiple(block=self.padding, context=self.axes.multiple(), fp8=self.fp8)
 
 
 def run_plan(
@@ -119,16 +140,18 @@ def run_plan(
         raise UsageError(f"repeat is {repeat} without simulate; it says how often a simulated batch is repeated")
     if simulate is not None and html_file:
         raise UsageError("simulate draws nothing; leave --html away, or plan the batch itself")
-    for name, size in (("tp", layout.tensor), ("cp", layout.context), ("pp", layout.pipeline), ("ep", layout.expert)):
-        if size < 1:
-            raise UsageError(f"{name} is {size}; expected at least 1")
+    axes = layout.axes
+    if simulate is not None:
+        layout = replace(layout, ranks=axes.together)  # those to simulate are multiples
+    if config:
+        check_axes(axes, config, layout.devices)
     settings = Settings(
-        cost=open_cost(cost, shape).on(tensor=layout.tensor, context=layout.context, pipeline=layout.pipeline),
+        cost=open_cost(cost, shape).on(tensor=axes.tensor, context=axes.context, pipeline=axes.pipeline),
         budget=budget,
         multiple=layout.multiple,
         ranks=layout.ranks,
-        together=layout.expert,
-        in_flight=layout.pipeline,
+        together=axes.together,
+        in_flight=in_flight(layout.stages),
         state_limit=state_limit,
     )
     samples = read_rollouts(
@@ -183,13 +206,17 @@ class _Schedule:
     padded_share: float
     """Rows of padding over all rows with gradient."""
     step_seconds: float
-    """Until the last rank is done, the pipeline's filling and draining included."""
+    """Until the last rank is done, waits in its pipeline included."""
     slowest_seconds: float
     mean_seconds: float
     imbalance: float
     """The slowest rank over the mean."""
     bound_seconds: float
     """No spreading over these ranks is faster."""
+    bubble: float
+    """Share of the last rank's time that the busiest stage of its pipeline waits ..."""
+    dense_bubble: float
+    """... and would with the same work in as many equal chunks, without a push."""
     chunks: tuple[int, ...]
     """Chunks of every rank."""
 
@@ -206,7 +233,7 @@ class _Report:
     @staticmethod
     def of(outline: Outline, batch: BatchPlan, plans: list[Plan], layout: Layout, config, dtype: str) -> "_Report":
         counts = over_ranks([plan_statistics(plan) for plan in plans])
-        tokens = max(batch.tree_tokens, 1)
+        tokens, step = max(batch.tree_tokens, 1), layout.timing(batch)
         schedule = _Schedule(
             ranks=layout.ranks,
             devices=layout.devices,
@@ -215,19 +242,20 @@ class _Report:
             copied_share=float(batch.rank_tokens.sum()) / tokens - 1 if batch.tree_tokens else 0.0,
             least_pushed=sum(least_pushed(outline.part_of(task.sequences), task.capacity) for task in batch.tasks),
             padded_share=1 - counts.tree_tokens / counts.rows if counts.rows else 0.0,
-            step_seconds=_step_seconds(batch, layout),
+            step_seconds=step.seconds,
             slowest_seconds=float(batch.seconds.max()),
             mean_seconds=float(batch.seconds.mean()),
             imbalance=_imbalance(batch),
             bound_seconds=batch.bound_seconds,
+            bubble=step.bubble,
+            dense_bubble=step.dense_bubble,
             chunks=tuple(len(plan.chunks) for plan in plans),
         )
-        shares = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
         return _Report(
             plan=counts,
             schedule=schedule,
             work=work_statistics(plans, counts, config) if config else None,
-            memory=memory_statistics(counts, config, dtype, **shares) if config else None,
+            memory=_memory(counts, layout, config, dtype) if config else None,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -241,10 +269,12 @@ def _imbalance(batch: BatchPlan) -> float:
     return float(batch.seconds.max()) / mean if mean else 1.0
 
 
-def _step_seconds(batch: BatchPlan, layout: Layout) -> float:
-    """Return the predicted time of a step: stages wait while the pipeline fills and drains, once per step."""
-    largest = max((float(p.chunk_seconds.max(initial=0.0)) for p in batch.predictions), default=0.0)
-    return batch.step_seconds + (layout.pipeline - 1) * largest
+def _memory(counts: PlanStatistics, layout: Layout, config: ModelConfig, dtype: str) -> MemoryStatistics:
+    """Predict a device's memory; of a chunk in flight, not all parts of the model hold activations at once."""
+    alive = parts_in_flight(layout.stages) / (layout.virtual * in_flight(layout.stages))
+    counts = replace(counts, rows_in_flight=math.ceil(counts.rows_in_flight * alive))
+    sizes = {name: getattr(layout, name) for name in ("tensor", "context", "pipeline", "expert", "expert_tensor")}
+    return memory_statistics(counts, config, dtype, **sizes)
 
 
 def _facts(report: _Report) -> dict[str, str]:
@@ -278,6 +308,10 @@ def _facts(report: _Report) -> dict[str, str]:
             f"{s.step_seconds:.3f} s (slowest rank {s.slowest_seconds:.3f}, mean {s.mean_seconds:.3f}, "
             f"no plan is below {s.bound_seconds:.3f})"
         )
+    if s.dense_bubble:
+        rows["pipeline"] = (
+            f"stages wait {s.bubble:.2%} of the step; in equal chunks without pushes {s.dense_bubble:.2%}"
+        )
     if memory:
         parts = asdict(memory)
         shown = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if name != "total")
@@ -304,8 +338,11 @@ def _simulate(
 ) -> None:
     """Predict steps of the batch repeated, on every number of ranks, and print them."""
     counts = sorted(set(ranks or SIMULATED_RANKS))
-    if counts[0] < 1 or any(count % layout.expert for count in counts):
-        raise UsageError(f"ranks to simulate are {counts}; expected positive multiples of ep = {layout.expert}")
+    together = layout.axes.together
+    if counts[0] < 1 or any(count % together for count in counts):
+        raise UsageError(
+            f"ranks to simulate are {counts}; expected positive multiples of {together} that share experts"
+        )
     if repeat is not None and repeat < 1:
         raise UsageError(f"repeat is {repeat}; expected at least 1")
     if outline.num_nodes == 0:
@@ -324,7 +361,7 @@ def _simulate(
     for count in track(counts, description="planning", transient=True):
         start = time.perf_counter()
         plan = plan_batch(batch, replace(settings, ranks=count))
-        step = _step_seconds(plan, layout)
+        step = layout.timing(plan).seconds
         chunks = [len(p.rows) for p in plan.predictions]
         row = {
             "ranks": count,

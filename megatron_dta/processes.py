@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron_dta.axes import Axes
 from megatron_dta.control.communicator import Communicator
 from megatron_dta.control.launch import Launch, check_ranks, connect, detect_launch, rendezvous
 from megatron_dta.control.mpi import MpiCommunicator
@@ -27,8 +28,8 @@ class Processes:
 
 
 @contextmanager
-def joined() -> Iterator[Processes]:
-    """Join the processes that the launcher started; one process alone without a launcher.
+def joined(axes: Axes = Axes()) -> Iterator[Processes]:  # noqa: B008  # frozen
+    """Join the processes that the launcher started, laid out on these axes; one process alone without a launcher.
 
     The planner is started first: a process must not fork once MPI is initialised. Then MPI, so that its ranks can agree
     where torch.distributed meets. Raises UsageError, on every process, where the two would number them differently.
@@ -41,10 +42,10 @@ def joined() -> Iterator[Processes]:
         if launch.kind == "mpi":
             communicator = connect(launch)
             host, port = rendezvous(communicator)
-            _initialize(launch, f"tcp://{host}:{port}")
+            _initialize(launch, f"tcp://{host}:{port}", axes)
             check_ranks(communicator)
         else:
-            _initialize(launch, "env://")
+            _initialize(launch, "env://", axes)
             communicator = connect(launch)
         yield Processes(launch=launch, communicator=communicator, planner=planner)
         communicator.close()
@@ -66,8 +67,8 @@ def joined() -> Iterator[Processes]:
             planner.close()
 
 
-def _initialize(launch: Launch, init_method: str) -> None:
+def _initialize(launch: Launch, init_method: str, axes: Axes) -> None:
     world = parallel.World(
         rank=launch.rank, size=launch.size, local_rank=launch.local_rank, init_method=init_method
     )  # fmt: skip
-    parallel.initialize(world=world if launch.size > 1 else None)
+    parallel.initialize(world=world if launch.size > 1 else None, axes=axes)

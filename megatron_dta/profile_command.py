@@ -39,13 +39,13 @@ def run_profile(config: Config, out: str | Path, repeats: int) -> CostModel:
         dtype=config.model.dtype,
         seed=config.model.seed,
         recompute=config.engine.recompute,
+        experts=config.moe.experts,
     )
-    device = model.output_weight().device
-    attention = config.engine.attention or default_backend(model.output_weight())
+    attention = config.engine.attention or default_backend(model)
     backend = get_backend(attention)
     optimizer = MasterAdamW(model, config.optimizer, total_updates=1)  # its gradient buffers are part of a chunk's time
     chosen = shapes(budget, config.engine.padding, model.model_config.max_positions)
-    machine = machine_name(device)
+    machine = machine_name(model.device)
     say(f"{len(chosen)} shapes of up to {budget:,} rows on {machine}; attention by {type(backend).__name__}")
     measured = []
     for call in measure(

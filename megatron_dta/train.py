@@ -11,29 +11,32 @@ import numpy as np
 
 from megatron_dta.checkpoint.hf_files import save_hf
 from megatron_dta.checkpoint.open_model import open_model
-from megatron_dta.config import Config, EngineSection, RLSection
+from megatron_dta.config import Config, EngineSection, MoeSection, RLSection
 from megatron_dta.control.plane import ControlPlane, Share
 from megatron_dta.control.planning import Forecast
 from megatron_dta.data.rollouts import read_rollouts
-from megatron_dta.data.samples import Sample, columns
+from megatron_dta.data.samples import Sample
+from megatron_dta.engine.base import StepResult
 from megatron_dta.engine.batch import Scope, check_ref_logprobs, merged_metrics, sample_advantages
-from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine, machine_cost
-from megatron_dta.engine.optimizer import MasterAdamW
+from megatron_dta.engine.engine import TreeEngine, machine_cost
+from megatron_dta.engine.experts import RouterLosses
+from megatron_dta.engine.flat import FlatEngine
+from megatron_dta.engine.optimizer import Optimizer, make_optimizer
 from megatron_dta.errors import UsageError
+from megatron_dta.mcore.gradients import Gradients
 from megatron_dta.mcore.model import TreeModel
-from megatron_dta.mcore.parallel import sum_over_replicas
 from megatron_dta.processes import Processes, joined
 from megatron_dta.progress import TrainProgress, only_rank, peak_memory_gib, say
 from megatron_dta.rl import objectives
 from megatron_dta.rl.terms import Objective
 from megatron_dta.tree.cost import open_cost
-from megatron_dta.tree.plan import Plan
-from megatron_dta.tree.planner import Settings, build_plan
+from megatron_dta.tree.plan import StageProgram
+from megatron_dta.tree.planner import Settings
 
 
 def train(config: Config) -> list[dict[str, Any]]:
     """Run a training job; return its records, one per update, as rank 0 writes them to metrics.jsonl."""
-    with joined() as processes:
+    with joined(config.parallel) as processes:
         only_rank(processes.launch.rank)
         return _train(config, processes)
 
@@ -45,6 +48,7 @@ def _train(config: Config, processes: Processes) -> list[dict[str, Any]]:
         dtype=config.model.dtype,
         seed=config.model.seed,
         recompute=config.engine.recompute,
+        experts=config.moe.experts,
     )
     samples = read_rollouts(
         config.data.rollouts,
@@ -56,36 +60,56 @@ def _train(config: Config, processes: Processes) -> list[dict[str, Any]]:
         on_warning=say,
     )
     rank, size = processes.launch.rank, processes.launch.size
-    engine = make_engine(model, config.engine, config.rl.temperature)
+    axes = config.parallel
+    replicas, replica = axes.replicas(size), axes.replica_of(rank, size)
+    engine = make_engine(model, config.engine, config.moe, config.rl.temperature)
     objective = make_objective(config.rl)
     check_all(engine, samples, objective)
     groups = group_samples(samples)
     per_epoch = -(-len(groups) // config.data.groups_per_step)
     steps = config.train.steps or per_epoch
-    optimizer = MasterAdamW(model, config.optimizer, total_updates=steps * config.rl.inner_epochs)
-    plane = ControlPlane(processes.communicator, processes.planner, settings_of(engine, size))
-    say(f"{len(samples)} samples in {len(groups)} groups; {steps} steps; {size} rank(s); {describe(engine)}")
+    gradients = Gradients(model.parts, model.transformer, overlap=model.device.type == "cuda")
+    optimizer = make_optimizer(
+        gradients, config.optimizer, groups=model.groups, total_updates=steps * config.rl.inner_epochs
+    )
+    plane = ControlPlane(
+        processes.communicator,
+        processes.planner,
+        settings_of(engine, replicas),
+        replica_of=[axes.replica_of(process, size) for process in range(size)],
+    )
+    say(
+        f"{len(samples)} samples in {len(groups)} groups; {steps} steps; {size} process(es), {replicas} replica(s) on "
+        f"{axes.describe()}; {optimizer.name}; {describe(engine)}"
+    )
     batches = shuffled_batches(groups, config.data.groups_per_step, config.data.shuffle_seed)
     records = []
     with (
         open_metrics(config.train.output if rank == 0 else None) as log,
         TrainProgress(steps * config.rl.inner_epochs) as progress,
     ):
-        submit(plane, next(batches)[rank::size], objective)
+
+        def hand_in() -> None:
+            batch = next(batches)[replica::replicas]
+            submit(plane, batch if plane.is_leader else [], objective)
+
+        hand_in()
         for step in range(steps):
             share = plane.collect()
             if step + 1 < steps:
-                submit(plane, next(batches)[rank::size], objective)  # planned while this step trains
-            for record in train_step(engine, optimizer, plane, share, objective, config.rl):
+                hand_in()  # planned while this step trains
+            for record in train_step(engine, gradients, optimizer, plane, share, objective, config.rl):
                 record = {"step": step, "update": optimizer.num_updates, **record}
                 records.append(record)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
                 progress.show(record)
-    if config.train.output and rank == 0:
-        save_hf(model, Path(config.train.output) / "model", raw_config, source=config.model.hf_folder)
-        say(f"weights: {Path(config.train.output) / 'model'}; metrics: {Path(config.train.output) / 'metrics.jsonl'}")
-    processes.communicator.barrier()  # nobody leaves while rank 0 writes
+    if config.train.output:
+        folder = Path(config.train.output)
+        save_hf(
+            model, folder / "model", raw_config, source=config.model.hf_folder, communicator=processes.communicator
+        )  # fmt: skip
+        say(f"weights: {folder / 'model'}; metrics: {folder / 'metrics.jsonl'}")
     return records
 
 
@@ -109,7 +133,8 @@ def submit(plane: ControlPlane, samples: Sequence[Sample], objective: Objective)
 
 def train_step(
     engine: TreeEngine | FlatEngine,
-    optimizer: MasterAdamW,
+    gradients: Gradients,
+    optimizer: Optimizer,
     plane: ControlPlane,
     share: Share,
     objective: Objective,
@@ -122,7 +147,8 @@ def train_step(
     """
     start = time.perf_counter()
     plan = rank_plan(engine, share)
-    samples, scope = share.samples, Scope(num_terms=share.num_terms, num_trained=share.num_trained)
+    samples = share.samples
+    scope = Scope(num_terms=share.num_terms, num_trained=share.num_trained, num_tokens=share.num_tokens)
     waits = {"plan_seconds": share.plan_seconds, "plan_wait_seconds": share.wait_seconds}
     waits |= {"plan_build_seconds": time.perf_counter() - start, **predictions_of(share.forecast)}
     if rl.inner_epochs > 1 and objective.needs_advantages and share.num_without_old:
@@ -131,13 +157,16 @@ def train_step(
         waits["sweep_seconds"] = time.perf_counter() - start
     for inner_epoch in range(rl.inner_epochs):
         start = time.perf_counter()
-        result = engine.train_batch(samples, objective, scope=scope, plan=plan)
-        sum_over_replicas(optimizer.main_grads)
+        gradients.begin()
+        result = engine.train_batch(
+            samples, objective, scope=scope, plan=plan, on_last_backward=gradients.last_backward
+        )  # fmt: skip
+        gradients.finish()
         update = optimizer.step() if scope.num_terms else {"skipped": True}
         parts = plane.gather_numbers(numbers_of(result, samples))
         yield {
             "inner_epoch": inner_epoch,
-            **record_of(parts, scope, time.perf_counter() - start),
+            **record_of(parts, [parts[leader] for leader in plane.leaders], scope, time.perf_counter() - start),
             **(waits if inner_epoch == 0 else {}),
             **update,
         }
@@ -152,15 +181,13 @@ def predictions_of(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def rank_plan(engine: TreeEngine | FlatEngine, share: Share) -> Plan | None:
-    """Build the plan of this rank's share; the flat engine has none."""
-    if isinstance(engine, FlatEngine):
-        return None
-    return build_plan(share.task, *columns(share.samples), multiple=engine.multiple)
+def rank_plan(engine: TreeEngine | FlatEngine, share: Share) -> StageProgram | None:
+    """Build what this process runs of its replica's share; the flat engine has no plan."""
+    return None if isinstance(engine, FlatEngine) else engine.program(share.task, share.samples)
 
 
 def with_old_logprobs(
-    engine: TreeEngine | FlatEngine, samples: list[Sample], plan: Plan | None = None
+    engine: TreeEngine | FlatEngine, samples: list[Sample], plan: StageProgram | None = None
 ) -> list[Sample]:  # fmt: skip
     """Fill in missing old log-probs from the policy as it is now.
 
@@ -171,11 +198,12 @@ def with_old_logprobs(
 
 
 def numbers_of(result: StepResult, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return what one rank's part of a step adds to its record."""
+    """Return what one process's part of a step adds to its record."""
     rewards = [float(s.reward) for s in samples if s.reward is not None]
     response = [int(s.loss_mask.sum()) for s in samples]
     return {
         "totals": result.totals,
+        "router_losses": result.router_losses,
         "reward_sum": sum(rewards),
         "num_rewards": len(rewards),
         "num_samples": len(samples),
@@ -188,15 +216,18 @@ def numbers_of(result: StepResult, samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def record_of(parts: Sequence[dict[str, Any]], scope: Scope, seconds: float) -> dict[str, Any]:
-    """Return what users watch of one pass over a batch, from the numbers of all ranks."""
+def record_of(
+    parts: Sequence[dict[str, Any]], leaders: Sequence[dict[str, Any]], scope: Scope, seconds: float
+) -> dict[str, Any]:
+    """Return what users watch of one pass over a batch: sums over terms from all processes, counts from the leaders."""
 
     def total(name: str) -> Any:
-        return sum(part[name] for part in parts)
+        return sum(part[name] for part in leaders)
 
     rewards, executed = total("num_rewards"), total("executed_tokens")
     return {
         **merged_metrics([part["totals"] for part in parts], scope.num_terms),
+        **summed([part["router_losses"] for part in parts]),
         **({"reward": total("reward_sum") / rewards} if rewards else {}),
         "num_samples": total("num_samples"),
         "trained_tokens": scope.num_terms,
@@ -213,19 +244,29 @@ def record_of(parts: Sequence[dict[str, Any]], scope: Scope, seconds: float) -> 
     }
 
 
+def summed(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Add up what parts have under the same name."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
 def settings_of(engine: TreeEngine | FlatEngine, ranks: int) -> Settings:
     """Return what plans for this engine have to fit, on `ranks` data-parallel ranks."""
     if isinstance(engine, TreeEngine):
-        return replace(engine.settings, ranks=ranks)
+        return replace(engine.settings, ranks=ranks, together=engine.model.axes.together)
     return Settings(cost=machine_cost(engine.model), ranks=ranks)
 
 
-def make_engine(model: TreeModel, engine: EngineSection, temperature: float) -> TreeEngine | FlatEngine:
+def make_engine(
+    model: TreeModel, engine: EngineSection, moe: MoeSection, temperature: float
+) -> TreeEngine | FlatEngine:  # fmt: skip
     """Build the engine that a config names."""
+    losses = RouterLosses(aux_coef=moe.aux_loss_coef, z_coef=moe.z_loss_coef)
     if engine.mode == "flat":
-        return FlatEngine(model, temperature=temperature)
+        return FlatEngine(model, temperature=temperature, router_losses=losses)
     return TreeEngine(
         model,
+        router_losses=losses,
         budget=engine.budget,
         multiple=engine.padding,
         backend=engine.attention,

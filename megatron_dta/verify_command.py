@@ -1,17 +1,21 @@
 """The `verify` command: open the model and the rollouts, compare, print a table."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dta.axes import Axes
 from megatron_dta.checkpoint.open_model import open_model, tiny_model
 from megatron_dta.data.rollouts import read_rollouts
 from megatron_dta.data.samples import Sample
 from megatron_dta.mcore.model import TreeModel
-from megatron_dta.progress import say
+from megatron_dta.processes import joined
+from megatron_dta.progress import only_rank, say
 from megatron_dta.verify import Verdict, verify
+from megatron_dta.verify_parallel import verify_parallel
 
 
 def run_verify(
@@ -29,8 +33,9 @@ def run_verify(
     mask: str,
     attention: str | None,
     temperature: float,
+    axes: Axes | None,
 ) -> int:
-    """Return 0 if trees train as each rollout alone would, 1 if not."""
+    """Return 0 if trees train as each rollout alone would, 1 if not; `axes`: on all processes that were started."""
     samples = read_rollouts(rollouts, form=form, limit=limit, truncate=truncate, mask=mask, on_warning=say)
     if not (hf_folder or hf_config):
         samples, vocab_size = renumbered(samples)
@@ -40,12 +45,28 @@ def run_verify(
         if hf_folder or hf_config:
             return open_model(hf_folder=hf_folder, hf_config=hf_config, dtype=model_dtype)[0]
         longest = max(len(s.tokens) for s in samples)
-        return tiny_model(tiny, vocab_size, dtype=model_dtype, max_positions=longest)
+        return tiny_model(tiny, vocab_size, dtype=model_dtype, max_positions=longest, axes=axes)
 
-    verdict = verify(
-        open_, samples, dtype=dtype, budget=budget, backend=attention, padding=padding, temperature=temperature, say=say
-    )
-    Console().print(_table(verdict, budget))
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "budget": budget,
+        "backend": attention,
+        "padding": padding,
+        "temperature": temperature,
+        "say": say,
+    }
+    if axes is None:
+        return _report(verify(open_, samples, **options), f"budget {budget}")
+    with joined() as processes:
+        only_rank(processes.launch.rank)
+        verdict = verify_parallel(open_, samples, axes, processes.communicator, **options)
+        title = f"budget {budget}, {processes.launch.size} process(es): {axes.describe()}"
+        status = np.array([0 if verdict is None else _report(verdict, title)])
+        return int(processes.communicator.broadcast(status)[0])
+
+
+def _report(verdict: Verdict, title: str) -> int:
+    Console().print(_table(verdict, title))
     return 0 if verdict.passed else 1
 
 
@@ -58,9 +79,9 @@ def renumbered(samples: list[Sample]) -> tuple[list[Sample], int]:
     return [replace(s, tokens=np.searchsorted(ids, s.tokens).astype(np.int32)) for s in samples], len(ids)
 
 
-def _table(verdict: Verdict, budget: int | str) -> Table:
+def _table(verdict: Verdict, title: str) -> Table:
     tree, allowed = verdict.tree, verdict.tolerance
-    table = Table(title=f"budget {budget}")
+    table = Table(title=title)
     for name in ("tree against each alone", "difference", "tolerance"):
         table.add_column(name, overflow="fold")
     worst = verdict.worst_parameter
@@ -70,6 +91,8 @@ def _table(verdict: Verdict, budget: int | str) -> Table:
         "loss difference": (tree.loss, allowed.loss),
         f"worst relative gradient error ({worst})": (tree.grads[worst], allowed.grads[worst]),
     }
+    if verdict.repeat is not None:
+        rows["the step again, largest relative gradient difference"] = (verdict.repeat, verdict.repeat_allowed)
     for name, numbers in rows.items():
         table.add_row(name, *(f"{number:.3e}" for number in numbers))
     table.caption = (

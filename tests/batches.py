@@ -8,7 +8,9 @@ import torch
 
 from megatron_dta.checkpoint.open_model import DTYPES, TINY
 from megatron_dta.data.samples import Sample
-from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine
+from megatron_dta.engine.base import StepResult
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.mcore import parallel
 from megatron_dta.mcore.model import TreeModel, build_model
 from megatron_dta.model_config import parse_model_config

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_dta.attention.mask import TreeMask, tree_mask
 from megatron_dta.tree.budget import capacity_of
 from megatron_dta.tree.forest import Forest, build_forest
-from megatron_dta.tree.plan import Call, Plan
+from megatron_dta.tree.plan import Call, Plan, StageOperation, StageProgram
 from megatron_dta.tree.schedule import schedule
 from tools.bench.baselines import aligned_cuts
 
@@ -106,6 +106,12 @@ def make_plan(forest: Forest, budget: int | str, *, multiple: int = 1, in_flight
     capacity = capacity_of(forest.num_tokens, budget, multiple)
     chunk_of = aligned_cuts(forest, capacity)
     return schedule(forest, chunk_of, capacity=capacity, multiple=multiple, in_flight=in_flight)
+
+
+def program(plan: Plan) -> StageProgram:
+    """Return what a process that holds the whole model runs of a plan."""
+    operations = tuple(StageOperation(part=0, operation=operation) for operation in plan.operations)
+    return StageProgram(plans=(plan,), operations=operations)
 
 
 def visible_pairs(forest: Forest, call: Call) -> np.ndarray:

@@ -212,6 +212,24 @@ def test_a41_verify_a_checkpoint(rollouts, train_toml, tmp_path):
     assert status("verify", rollouts, "--model", tmp_path / "model") == 0
 
 
+def test_axes_need_processes_that_share_the_work(rollouts, capsys):
+    told = "error: tp2 pp2 without --parallel; add it, and start with torchrun or mpiexec"
+    assert error_of(capsys, "verify", rollouts, "--tp", 2, "--pp", 2) == told
+    assert "1 process(es) do not divide into replicas of 2 (cp2(a2a))" in error_of(
+        capsys, "verify", rollouts, "--parallel", "--cp", 2
+    )
+    assert "parallel axis tensor is 0" in error_of(capsys, "verify", rollouts, "--tp", 0)
+
+
+def test_one_process_is_a_layout_too(rollouts, model_json, capsys):
+    """The step runs twice: the same bits."""
+    assert status("verify", rollouts, "--budget", 4, "--config", model_json, "--parallel") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 process(es): one process a replica" in out
+    assert "0.000e+00 │ 0.000e+00" in out
+    assert "PASSED" in out
+
+
 def pack_index_for_depth(monkeypatch) -> None:
     monkeypatch.setattr(TreeRotary, "get_rotary_seq_len", lambda self, context, block, hidden, *_, **__: len(hidden))
 
@@ -293,7 +311,8 @@ def test_f09_two_steps_without_gpu_extensions_move_weights_that_transformers_rea
     records = train_records(train_toml, tmp_path / "out", "rl.objective=sft", "data.groups_per_step=2", "train.steps=2")
     assert records[1]["loss"] < records[0]["loss"]
     saved = load_file(tmp_path / "out" / "model" / "model.safetensors")["model.embed_tokens.weight"]
-    start = open_model(hf_config=str(model_json), dtype="fp32")[0].embedding.word_embeddings.weight[:VOCAB]
+    model, _ = open_model(hf_config=str(model_json), dtype="fp32")
+    start = dict(model.named_parameters())["embedding.word_embeddings.weight"][:VOCAB]
     moved = (saved - start).abs().amax(1) > 1e-4
     assert moved[[1, 2, 3, 4, 5, 6, 66]].all()
     assert not moved[20:66].any(), "tokens that no rollout has"

@@ -73,6 +73,9 @@ def test_every_key_of_every_section_is_frozen(file):
         ("optimiser.lr=1", "optimizer"),
         ("model.a.b=1", None),
         ("megatron.x=1", None),
+        ("parallel.tensro=2", "tensor"),
+        ("paralel.tensor=2", "parallel"),
+        ("moe.z_loss=0.1", "z_loss_coef"),
     ],
 )
 def test_f12_unknown_key_names_the_nearest(override, nearest, file):
@@ -107,6 +110,12 @@ VALUES = [
     ("train.output=out/run-1", "out/run-1"),
     ("rl.objective=sft", "sft"),
     ("model.dtype=fp64", "fp64"),
+    ("parallel.tensor=2", 2),
+    ("parallel.sequence=true", True),
+    ("parallel.cp_comm=allgather", "allgather"),
+    ("parallel.expert_tensor=1", 1),
+    ("moe.experts=grouped", "grouped"),
+    ("moe.aux_loss_coef=1e-3", 1e-3),
 ]
 
 
@@ -142,6 +151,10 @@ WRONG = [
     ("optimizer.betas=[0.9]", "optimizer.betas is [0.9]; expected "),
     ("optimizer.betas=['a', 0.9]", "optimizer.betas is 'a'; expected float"),
     ("train.steps=1e3", "train.steps is 1000.0; expected int"),
+    ("parallel.tensor=2.0", "parallel.tensor is 2.0; expected int"),
+    ("parallel.tensor=true", "parallel.tensor is True; expected int"),
+    ("parallel.sequence=1", "parallel.sequence is 1; expected bool"),
+    ("parallel.expert_tensor='1'", "parallel.expert_tensor is '1'; expected int"),
 ]
 OUT_OF_RANGE = [
     ("data.groups_per_step=0", "data.groups_per_step"),
@@ -167,6 +180,12 @@ OUT_OF_RANGE = [
     ("engine.padding=0", "engine.padding"),
     ("model.dtype=bf32", "model.dtype is 'bf32'; expected one of bf16, fp32, fp64; did you mean"),
     ("optimizer.schedule=linear", "optimizer.schedule"),
+    ("parallel.pipeline=0", "parallel axis pipeline is 0; expected a positive whole number"),
+    ("parallel.expert_tensor=-1", "parallel axis expert_tensor is -1"),
+    ("parallel.cp_comm=p2p", "cp_comm is 'p2p'; expected one of a2a, allgather"),
+    ("moe.experts=group", "moe.experts is 'group'; expected one of sequential, grouped; did you mean grouped?"),
+    ("moe.aux_loss_coef=-1", "moe.aux_loss_coef"),
+    ("moe.z_loss_coef=nan", "moe.z_loss_coef"),
 ]
 
 

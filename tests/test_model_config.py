@@ -1,7 +1,7 @@
 """Hugging Face configs: read as transformers reads them, or refused with the name of the key."""
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ LLAMA3 = {
 }
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 FAMILIES = ("qwen2", "qwen3", "llama")
+"""Dense ones."""
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 
 
 def parse(**changes) -> ModelConfig:
@@ -90,8 +98,12 @@ REFUSED: dict[str, Any] = {
     "attention_sinks": True,
     "attention_sink": 4,
     "num_nextn_predict_layers": 1,
-    "num_experts": 8,
-    "num_local_experts": 8,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 2,
+    "shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
     "peft_type": "LORA",
     "adapters": {"a": "b"},
     "quantization_config": {"bits": 4},
@@ -103,12 +115,67 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
 @pytest.mark.parametrize("key", REFUSED)
 def test_a40_option_is_refused_by_name(key, family):
     with pytest.raises(UsageError, match=rf"^{key} ") as error:
-        parse(model_type=family, **{key: REFUSED[key]})
+        parse(
+            **EXPERTS | {"model_type": family, "num_experts": 8 if family == "qwen3_moe" else None, key: REFUSED[key]}
+        )
     assert "full-attention decoder" in str(error.value), "the message has a remedy"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_a40_experts_in_a_dense_family_are_refused(key, family):
+    with pytest.raises(UsageError, match=rf"^{key} = 8 .*qwen3_moe"):
+        parse(model_type=family, **{key: 8})
+
+
+def test_experts_are_read():
+    config = parse(**EXPERTS)
+    assert config == replace(
+        parse(model_type="qwen3"),
+        family="qwen3_moe",
+        head_size=16,  # transformers' default: the hidden size shared out
+        num_experts=8,
+        experts_per_token=2,
+        expert_ffn_size=48,
+        norm_topk_prob=True,
+    )
+    off = {"mlp_only_layers": [], "decoder_sparse_step": 1, "shared_expert_intermediate_size": 0}
+    assert parse(**EXPERTS, **off) == config
+    assert not parse(**EXPERTS | {"norm_topk_prob": ...}).norm_topk_prob, "as transformers reads it"
+    assert parse(model_type="qwen3").num_experts == 0
+
+
+def test_transformers_5_calls_the_number_of_experts_local():
+    config = parse(**EXPERTS)
+    assert parse(**EXPERTS | {"num_experts": ..., "num_local_experts": 8}) == config
+    assert parse(**EXPERTS, num_local_experts=8) == config
+    with pytest.raises(UsageError, match="num_experts is 8, num_local_experts 4"):
+        parse(**EXPERTS, num_local_experts=4)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
+@pytest.mark.parametrize("value", [..., 0, -1, 2.0, True], ids=repr)
+def test_sizes_of_experts_are_positive_whole_numbers(value, key):
+    with pytest.raises(UsageError, match=rf"^{key} is .*positive whole number"):
+        parse(**EXPERTS | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected at most num_experts, 8"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1; expected true or false"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob = True with num_experts_per_tok = 1 .*no gradient"),
+    ],
+)
+def test_a40_bad_experts_are_refused(changes, told):
+    with pytest.raises(UsageError, match=told):
+        parse(**EXPERTS | changes)
+    assert parse(**EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False}).experts_per_token == 1
 
 
 OFF: dict[str, Any] = {
@@ -258,15 +325,16 @@ def test_absent_file(name, tmp_path):
         read_model_config(tmp_path / name)
 
 
-def real_configs(data_dir: Path, *, dense: bool) -> list[Path]:
+def real_configs(data_dir: Path, *, supported: bool) -> list[Path]:
     files = sorted((data_dir / "hf_configs").glob("*.json"))
-    return [f for f in files if (json.loads(f.read_text())["model_type"] in FAMILIES) == dense]
+    families = (*FAMILIES, "qwen3_moe")
+    return [f for f in files if (json.loads(f.read_text())["model_type"] in families) == supported]
 
 
 def test_e18_real_configs_mean_what_transformers_reads(data_dir):
     """Its own class is the reference: defaults, head size, rotary base and scaling."""
-    files = real_configs(data_dir, dense=True)
-    assert len(files) == 12
+    files = real_configs(data_dir, supported=True)
+    assert len(files) == 15
     for file in files:
         ours, theirs = read_model_config(file), AutoConfig.from_pretrained(file)
         rope = theirs.rope_parameters
@@ -279,12 +347,19 @@ def test_e18_real_configs_mean_what_transformers_reads(data_dir):
         ), file
         assert (ours.rope_scaling is not None) == (rope["rope_type"] == "llama3"), file
         assert (ours.vocab_size, ours.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings), file
+        if ours.num_experts:
+            assert (ours.num_experts, ours.experts_per_token, ours.expert_ffn_size, ours.norm_topk_prob) == (
+                theirs.num_experts,
+                theirs.num_experts_per_tok,
+                theirs.moe_intermediate_size,
+                theirs.norm_topk_prob,
+            ), file
 
 
 def test_a40_other_real_configs_are_refused_by_name(data_dir):
-    files = real_configs(data_dir, dense=False)
+    files = real_configs(data_dir, supported=False)
     kinds = {json.loads(file.read_text())["model_type"]: file for file in files}
-    assert kinds.keys() == {"qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+    assert kinds.keys() == {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
     for kind, file in kinds.items():
         with pytest.raises(UsageError, match=f"{file.name}: model_type is '{kind}'; supported are qwen2"):
             read_model_config(file)

@@ -30,7 +30,8 @@ ALLOWED = {
     "control": STDLIB | NUMPY | own("errors", "tree", "data", "control"),
 }
 ALSO_ALLOWED = {"attention/flash4.py": FLASH4, "control/mpi.py": {"mpi4py"}, "control/gloo.py": TORCH}
-COMMANDS = own("cli", "train", "verify", "verify_command", "plan_command", "profile_command", "profile_fit", "drawing")
+COMMANDS = own("cli", "train", "verify", "verify_command", "verify_parallel", "plan_command", "profile_command")
+COMMANDS |= own("profile_fit", "drawing")
 FORBIDDEN = {
     "mcore": COMMANDS | own("engine", "checkpoint", "config", "data", "control", "processes", "progress"),
     "engine": COMMANDS | own("checkpoint", "control", "processes", "progress"),
@@ -83,14 +84,24 @@ def test_folder_does_not_import_what_is_above_it(folder):
         assert not upward, name_of(file)
 
 
-WITHOUT_TORCH = ["plan_command", "drawing", "profile_fit", "model_config", "progress", "config", "errors", "cli"]
+WITHOUT_TORCH = [
+    "plan_command",
+    "drawing",
+    "profile_fit",
+    "model_config",
+    "progress",
+    "config",
+    "axes",
+    "errors",
+    "cli",
+]
 
 
 @pytest.mark.parametrize("module", [*WITHOUT_TORCH, "__main__"])
 def test_planning_reaches_no_torch(module):
     """What `plan` runs starts without torch: its modules import neither torch nor a folder that does."""
     with_torch = TORCH | {"megatron"} | own("attention", "mcore", "engine", "rl", "checkpoint", "train", "verify")
-    with_torch |= own("processes", "profile_command", "verify_command", "control.gloo")
+    with_torch |= own("processes", "profile_command", "verify_command", "verify_parallel", "control.gloo")
     file = ROOT / "megatron_dta" / f"{module}.py"
     assert not [name for name in imports(file, top_level=True) if is_in(name, with_torch)]
 

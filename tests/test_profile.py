@@ -252,7 +252,7 @@ def run_measure(
         chosen,
         budget=CAPACITY,
         multiple=MULTIPLE,
-        backend=get_backend(default_backend(model.output_weight())),
+        backend=get_backend(default_backend(model)),
         temperature=1.0,
         repeats=2,
         on_warning=on_warning,
@@ -277,10 +277,11 @@ def test_a_chunk_is_timed_with_its_forward_backward_and_gradients_left_to_ancest
     done = []
     execute = Executor.execute
 
-    def spy(self, operation, chunk_loss):
-        execute(self, operation, chunk_loss)
-        kept = float(self.cache.accumulators.abs().sum()) if operation.kind is Kind.BACKWARD else None
-        done.append((operation.kind, kept))
+    def spy(self, entry, chunk_loss):
+        execute(self, entry, chunk_loss)
+        kind = entry.operation.kind
+        kept = float(self.caches[0].accumulators.abs().sum()) if kind is Kind.BACKWARD else None
+        done.append((kind, kept))
 
     monkeypatch.setattr(Executor, "execute", spy)
     run_measure([Shape(rows=8, length=4, every=1, context=9, shared=True)])
@@ -295,10 +296,10 @@ def test_out_of_memory_keeps_what_was_measured(monkeypatch):
     warnings = []
     execute = Executor.execute
 
-    def full(self, operation, chunk_loss):
-        if self.plan.chunks[0].size > 12:
+    def full(self, entry, chunk_loss):
+        if self.program.plans[0].chunks[0].size > 12:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        execute(self, operation, chunk_loss)
+        execute(self, entry, chunk_loss)
 
     monkeypatch.setattr(Executor, "execute", full)
     chosen = [Shape(rows=rows, length=4, every=1) for rows in (4, 8, 12, 16, 20)]

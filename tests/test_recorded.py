@@ -7,7 +7,8 @@ import torch
 
 from megatron_dta.checkpoint.open_model import TINY
 from megatron_dta.data.rollouts import read_rollouts
-from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.mcore import parallel
 from megatron_dta.mcore.model import build_model
 from megatron_dta.model_config import parse_model_config
@@ -53,7 +54,7 @@ def verify_at_budgets(data_dir, family, name, options):
         found = difference(tree, flat)
         seconds = time.perf_counter() - start
         print(
-            f"  budget {budget}: reuse {tree.reuse:.2f}x, {len(engine.plan(samples).chunks)} chunks, log-prob "
+            f"  budget {budget}: reuse {tree.reuse:.2f}x, {len(engine.plan(samples).plans[0].chunks)} chunks, log-prob "
             f"{found.logprob:.1e}, loss {found.loss:.1e}, gradient {found.grad:.1e}; {seconds:.0f} s"
         )
         assert found.logprob < EXACT

@@ -40,13 +40,16 @@ def classify_blocks(mask: TreeMask, block_q: int, block_k: int) -> tuple[torch.T
     """Return (partial, full), bool [QB, KB]: O(blocks) work from the extremes of the vectors per key block.
 
     No block with a visible pair is missed and every full block is fully visible, for any mask; both are exact where
-    the keys of a block are consecutive preorder tokens that some query sees. A ragged last key block is never full.
+    the keys of a block are consecutive preorder tokens. A ragged last key block is never full.
     """
+    # A key that nobody sees, common in a shard, must not widen its block's extremes; it keeps it from being full.
+    unseen = mask.visible_from >= mask.visible_to
     num_key_blocks = -(-mask.num_keys // block_k)
     tail = num_key_blocks * block_k - mask.num_keys
 
     def extreme(vector: torch.Tensor, filler: int, largest: bool) -> torch.Tensor:
-        padded = torch.nn.functional.pad(vector, (0, tail), value=filler).view(num_key_blocks, block_k)
+        shown = vector.masked_fill(unseen, filler)
+        padded = torch.nn.functional.pad(shown, (0, tail), value=filler).view(num_key_blocks, block_k)
         return padded.amax(1) if largest else padded.amin(1)
 
     first = torch.arange(0, mask.num_queries, block_q, device=mask.visible_from.device)[:, None]

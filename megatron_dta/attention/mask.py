@@ -1,6 +1,6 @@
 """The mask of a call: two numbers per key say which queries see it.
 
-Shapes: T query rows, C keys (context first, then the T own rows).
+Shapes: T query rows, C keys: context first, then the rows of the call, all of them queries or (in a shard) some.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Megatron's parameters and the Hugging Face tensors they are made of.
 
-Shapes: N query heads, K key/value heads, G = N / K, D head size, h hidden size, V vocabulary.
+Shapes: N query heads, K key/value heads, G = N / K, D head size, h hidden size, V vocabulary. Experts are numbered over
+all processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,13 +44,22 @@ def _layer(config: ModelConfig, megatron: str, hf: str) -> Iterator[Mapping]:
         yield _same(attention + "k_layernorm.weight", hf_attention + "k_norm.weight")
     yield _same(attention + "linear_proj.weight", hf_attention + "o_proj.weight")
     yield _same(megatron + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight")
+    if not config.num_experts:
+        yield from _mlp(megatron + "mlp.", hf + "mlp.")
+        return
+    yield _same(megatron + "mlp.router.weight", hf + "mlp.gate.weight")
+    for e in range(config.num_experts):
+        yield from _mlp(f"{megatron}mlp.experts.local_experts.{e}.", f"{hf}mlp.experts.{e}.")
+
+
+def _mlp(megatron: str, hf: str) -> Iterator[Mapping]:
     yield Mapping(
-        megatron=megatron + "mlp.linear_fc1.weight",
-        hf=(hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"),
+        megatron=megatron + "linear_fc1.weight",
+        hf=(hf + "gate_proj.weight", hf + "up_proj.weight"),
         join=lambda parts: torch.cat(list(parts)),
         split=lambda weight: weight.chunk(2),
     )
-    yield _same(megatron + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight")
+    yield _same(megatron + "linear_fc2.weight", hf + "down_proj.weight")
 
 
 def _same(megatron: str, hf: str) -> Mapping:
@@ -75,7 +85,8 @@ def _qkv(config: ModelConfig, megatron: str, hf: str, kind: str) -> Mapping:
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a Hugging Face checkpoint of this model."""
-    h, ffn, head = config.hidden_size, config.ffn_size, config.head_size
+    h, head = config.hidden_size, config.head_size
+    ffn = config.expert_ffn_size if config.num_experts else config.ffn_size
     q, kv = config.num_heads * head, config.num_kv_heads * head
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (config.vocab_size, h),
@@ -89,6 +100,7 @@ def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "q_norm.weight": (head,),
         "k_norm.weight": (head,),
         "o_proj.weight": (h, q),
+        "gate.weight": (config.num_experts, h),
         "gate_proj.weight": (ffn, h),
         "up_proj.weight": (ffn, h),
         "down_proj.weight": (h, ffn),

@@ -40,6 +40,8 @@ class Share:
     """Trained tokens of the whole batch."""
     num_trained: int
     """Sequences of the whole batch that train a token."""
+    num_tokens: int
+    """Tokens of all sequences of the whole batch."""
     num_without_old: int
     """Sequences of the whole batch without old log-probs."""
     forecast: Forecast
@@ -101,6 +103,7 @@ class ControlPlane:
             raise ValueError(f"process {self.communicator.rank} is no leader of its replica; it has no samples")
         trained = [int(np.count_nonzero(s.loss_mask[1:])) for s in samples]
         totals = {"terms": sum(trained), "trained": sum(n > 0 for n in trained)}
+        totals["all_tokens"] = sum(len(s.tokens) for s in samples)
         totals["without_old"] = sum(s.old_logprobs is None for s in samples)
         message = structure_of(samples) | totals
         gathered = self.communicator.gather(pack(message))
@@ -139,6 +142,7 @@ class ControlPlane:
             counts=counts,
             num_terms=head["terms"],
             num_trained=head["trained"],
+            num_tokens=head["all_tokens"],
             num_without_old=head["without_old"],
             forecast=forecast_in(message),
             plan_seconds=message["plan_seconds"],
@@ -164,9 +168,8 @@ class ControlPlane:
         return [queues[self.leaders[rank]].popleft() for rank in share.rank_of[first:stop].tolist()]
 
     def gather_numbers(self, numbers: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return every leader's numbers, by replica, on every process."""
-        parts = self.communicator.allgather(json.dumps(numbers).encode())
-        return [json.loads(parts[leader].tobytes()) for leader in self.leaders]
+        """Return the numbers of every process, on every process; those at `leaders` speak for whole replicas."""
+        return [json.loads(part.tobytes()) for part in self.communicator.allgather(json.dumps(numbers).encode())]
 
     def _answer(self) -> dict[str, Any]:
         """Return the planner's answer on every process; an error of the planner is raised on all of them."""

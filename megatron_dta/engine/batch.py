@@ -36,12 +36,18 @@ class Scope:
     """Trained tokens, counted once per sequence that trains them."""
     num_trained: int
     """Sequences that train a token."""
+    num_tokens: int
+    """Tokens of all sequences."""
 
 
 def scope_of(samples: Sequence[Sample]) -> Scope:
     """Count a step that these samples make up alone."""
     counts = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
-    return Scope(num_terms=sum(counts), num_trained=sum(count > 0 for count in counts))
+    return Scope(
+        num_terms=sum(counts),
+        num_trained=sum(count > 0 for count in counts),
+        num_tokens=sum(len(sample.tokens) for sample in samples),
+    )
 
 
 def check_arrays(sample: Sample) -> None:
@@ -95,8 +101,8 @@ class TermData:
         Raises UsageError where the objective needs rewards, advantages or reference log-probs that are missing.
         """
         self.num_terms, self.scope = len(index.sequence), scope
-        self.logprobs = torch.full((self.num_terms,), torch.nan, dtype=dtype, device=device)
-        """[M]: what the pass over the step has computed so far."""
+        self.logprobs = torch.zeros(self.num_terms, dtype=dtype, device=device)
+        """[M]: what this process has computed so far in the pass over the step."""
 
         def on_device(values) -> torch.Tensor:
             return torch.as_tensor(values).to(device=device, dtype=dtype)

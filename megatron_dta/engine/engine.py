@@ -4,141 +4,33 @@ Shapes: S sequences in the caller's order, M terms.
 """
 
 import hashlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_dta.attention.api import Backend, get_backend
 from megatron_dta.data.samples import Sample, columns
-from megatron_dta.engine.batch import (
-    Scope,
-    TermData,
-    TermIndex,
-    Totals,
-    check_arrays,
-    merged_metrics,
-    per_sequence,
-    scope_of,
-    term_index,
-)
-from megatron_dta.engine.executor import Executor, Grads, as_index, backward
-from megatron_dta.errors import UsageError
-from megatron_dta.mcore.head import edge_logprobs
+from megatron_dta.engine.base import NO_LOSSES, Engine, StepResult, loss_grads
+from megatron_dta.engine.batch import TermData, TermIndex, Totals
+from megatron_dta.engine.calls import as_index
+from megatron_dta.engine.executor import Executor
+from megatron_dta.engine.experts import RouterLosses, finish_counts, router_losses, routings, update_expert_bias
 from megatron_dta.mcore.model import TreeModel
 from megatron_dta.mcore.params import Mode
-from megatron_dta.rl.terms import Objective, Terms
+from megatron_dta.mcore.routing import Routing
+from megatron_dta.rl.terms import Objective
 from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.cost import CostModel, default_cost
+from megatron_dta.tree.deal import ShardEdges
 from megatron_dta.tree.outline import build_outline
-from megatron_dta.tree.plan import Chunk, Plan
-from megatron_dta.tree.planner import Settings, build_plan, plan_batch
+from megatron_dta.tree.pipeline import Pipeline, in_flight
+from megatron_dta.tree.plan import StageProgram
+from megatron_dta.tree.planner import Settings, Task, build_program, plan_batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one pass over a batch did."""
-
-    totals: dict[str, Any]
-    """Sums and maxima of the objective's numbers over this rank's terms; see `merged_metrics`."""
-    scope: Scope
-    num_terms: int
-    """Trained tokens, counted once per sequence that trains them."""
-    sequence_tokens: int
-    executed_tokens: int
-    """Tokens computed with gradient, padding excluded."""
-    pushed_tokens: int
-    """Tokens whose forward ran once more, without gradient."""
-    term_logprobs: torch.Tensor
-    """[M], on the device; `engine.batch.per_sequence` gives every sample its own."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """`loss`, means over trained tokens, and maxima: of the step, or of this rank's share of it."""
-        return merged_metrics([self.totals], self.scope.num_terms)
-
-
-class _Engine:
-    """What both engines share: checks, the objective over a part of the step, results in the caller's order."""
-
-    def __init__(self, model: TreeModel, temperature: float):
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise UsageError(f"temperature is {temperature}; expected a positive number")
-        self.model, self.temperature = model, temperature
-
-    def train_batch(
-        self,
-        samples: Sequence[Sample],
-        objective: Objective,
-        *,
-        scope: Scope | None = None,
-        plan: Plan | None = None,
-    ) -> StepResult:
-        """Add the gradient of the objective over all samples to the model's parameters; return the step's metrics.
-
-        The gradient is that of running every sample alone. A batch without a trained token adds nothing. scope: what
-        the whole step holds, where other ranks train the rest of it; metrics are this rank's share then. plan: of
-        these samples, made elsewhere. Raises UsageError for samples that the model or the objective cannot take;
-        nothing has been computed then.
-        """
-        index = self.check(samples)
-        frozen = next((name for name, p in self.model.named_parameters() if not p.requires_grad), None)
-        if frozen is not None:
-            raise UsageError(f"parameter {frozen} is frozen; tree training needs every parameter to be trainable")
-        weight = self.model.output_weight()
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self._check_plan(samples, index, plan)
-        data = TermData(samples, index, objective, scope or scope_of(samples), wide, weight.device)
-        return self._train(samples, data, objective, plan)
-
-    def forward_batch(self, samples: Sequence[Sample], *, plan: Plan | None = None) -> list[np.ndarray]:
-        """Return every sample's log-probs, float64 [length]: entry t is the log-prob of token t given those before.
-
-        Entry 0 and the entries of tokens outside the loss mask are NaN: nothing scored them.
-        """
-        index = self.check(samples)
-        self._check_plan(samples, index, plan)
-        return per_sequence(samples, index, self._score(samples, index, plan))
-
-    @staticmethod
-    def _check_plan(samples: Sequence[Sample], index: TermIndex, plan: Plan | None) -> None:
-        """Raise UsageError for a plan that was made for other sequences, or in another order."""
-        if plan is None:
-            return
-        forest = plan.forest
-        same = len(samples) == forest.num_sequences
-        same = same and all(s.tokens is t or np.array_equal(s.tokens, t) for s, t in zip(samples, forest.sequences))
-        same = same and np.array_equal(index.sequence, forest.term_sequence)
-        if not (same and np.array_equal(index.position, forest.term_position)):
-            raise UsageError("the plan was made for other samples, or for these in another order: plan them again")
-
-    def check(self, samples: Sequence[Sample]) -> TermIndex:
-        """Return where the terms are; raise UsageError for samples that the model cannot take."""
-        config = self.model.model_config
-        for s in samples:
-            check_arrays(s)
-            if len(s.tokens) > config.max_positions:
-                raise UsageError(
-                    f"sample {s.sample_id}: {len(s.tokens)} tokens; the model has {config.max_positions} positions"
-                )
-            if s.tokens.min() < 0 or s.tokens.max() >= config.vocab_size:
-                bad = s.tokens[(s.tokens < 0) | (s.tokens >= config.vocab_size)][0]
-                raise UsageError(
-                    f"sample {s.sample_id}: token id {bad}; the model's ids are 0 .. {config.vocab_size - 1}"
-                )
-        return term_index(samples)
-
-    def _train(self, samples: Sequence[Sample], data: TermData, objective: Objective, plan: Plan | None) -> StepResult:
-        raise NotImplementedError
-
-    def _score(self, samples: Sequence[Sample], index: TermIndex, plan: Plan | None) -> np.ndarray:
-        raise NotImplementedError
-
-
-class TreeEngine(_Engine):
+class TreeEngine(Engine):
     """Computes each distinct token of a batch once."""
 
     def __init__(
@@ -151,6 +43,7 @@ class TreeEngine(_Engine):
         temperature: float = 1.0,
         cost: CostModel | None = None,
         state_limit: int | None = None,
+        router_losses: RouterLosses = NO_LOSSES,
         poison_cache: bool = False,
     ):
         """Configure an engine.
@@ -158,154 +51,130 @@ class TreeEngine(_Engine):
         budget: most rows with gradient per chunk, padding included, or `whole`; multiple: every call's rows are
         padded to it; backend: attention backend or its name, see `default_backend`; temperature: sampling temperature
         of the rollouts; cost: what calls take on this machine, see `tree.cost`; state_limit: most cached
-        states alive at once; poison_cache: fill unused cache rows with NaN (debugging).
+        states alive at once; router_losses: what a mixture of experts adds to every objective; poison_cache: fill
+        unused cache rows with NaN (debugging).
         """
-        super().__init__(model, temperature)
-        self.budget, self.multiple, self.poison_cache = budget, multiple, poison_cache
+        super().__init__(model, temperature, router_losses)
+        self.budget, self.poison_cache = budget, poison_cache
+        self.multiple = model.axes.multiple(multiple)
         self.state_limit = state_limit
-        name = backend or default_backend(model.output_weight())
+        name = backend or default_backend(model)
         self.backend = get_backend(name) if isinstance(name, str) else name
-        self.cost = cost or machine_cost(model)
-        self._planned: tuple[bytes, Plan] | None = None
+        axes = model.axes
+        self.cost = (cost or machine_cost(model)).on(
+            tensor=axes.tensor, context=axes.context, pipeline=axes.pipeline
+        )  # fmt: skip
+        self.pipeline = Pipeline(stages=axes.pipeline, virtual=axes.virtual)
+        self._planned: tuple[bytes, StageProgram] | None = None
 
     @property
     def settings(self) -> Settings:
-        """What plans of this engine have to fit, on one rank."""
+        """What plans of this engine have to fit, on one replica."""
         return Settings(
-            cost=self.cost, budget=self.budget, multiple=self.multiple, state_limit=self.state_limit
-        )  # fmt: skip
+            cost=self.cost,
+            budget=self.budget,
+            multiple=self.multiple,
+            in_flight=in_flight(self.pipeline),
+            state_limit=self.state_limit,
+        )
 
-    def plan(self, samples: Sequence[Sample]) -> Plan:
+    def program(self, task: Task, samples: Sequence[Sample]) -> StageProgram:
+        """Build what this stage runs of a task, from the task's samples."""
+        return build_program(
+            task, *columns(samples), multiple=self.multiple, pipeline=self.pipeline, stage=self.model.groups.stage
+        )
+
+    def plan(self, samples: Sequence[Sample]) -> StageProgram:
         """Return the plan of a batch; the last one is kept, for sweeps and inner epochs over the same content."""
         content = columns(samples)
         key = _content(*content, self.budget, self.multiple)
         if self._planned is None or self._planned[0] != key:
             (task,) = plan_batch(build_outline(*content), self.settings).tasks
-            self._planned = (key, build_plan(task, *content, multiple=self.multiple))
+            self._planned = (key, self.program(task, samples))
         return self._planned[1]
 
-    def _train(self, samples, data: TermData, objective: Objective, plan: Plan | None) -> StepResult:
+    def _train(self, samples, data: TermData, objective: Objective, plan, on_last_backward) -> StepResult:
         plan, totals = plan or self.plan(samples), Totals()
+        routed = routings(self.model, plan.forest.multiplicity, data.scope.num_tokens, self.router_losses)
 
-        def chunk_loss(chunk: Chunk, logprobs, entropies):
+        def chunk_loss(edges: ShardEdges, logprobs, entropies):
             leaves = logprobs.requires_grad_(), entropies.requires_grad_()
-            term_edge = as_index(chunk.term_edge, logprobs.device)
-            edge_source = as_index(chunk.edge_source, logprobs.device)
-            terms = data.terms(
-                as_index(chunk.terms, logprobs.device), leaves[0][term_edge], leaves[1][edge_source[term_edge]]
-            )
-            return _loss_grads(objective, terms, leaves, totals)
+            term_edge = as_index(edges.term_edge, logprobs.device)
+            edge_source = as_index(edges.edge_source, logprobs.device)
+            chosen = as_index(edges.terms, logprobs.device)
+            terms = data.terms(chosen, leaves[0][term_edge], leaves[1][edge_source[term_edge]])
+            return loss_grads(objective, terms, leaves, totals)
 
         runs = data.scope.num_terms > 0  # of the whole step: a rank without a term runs with the others
         if runs:
-            self._executor(plan, Mode.TRAIN).run(chunk_loss)
+            if self.router_losses.aux_coef > 0:  # its gradient needs the load of all experts
+                self._executor(plan, Mode.SWEEP, routed).run(lambda edges, logprobs, entropies: (logprobs, None))
+                finish_counts(routed)
+            self._executor(plan, Mode.TRAIN, routed, on_last_backward).run(chunk_loss)
+            if self.router_losses.z_coef > 0:
+                finish_counts(routed)
+            update_expert_bias(self.model, routed)
+        first = plan.plans[0]
         return StepResult(
-            totals=totals.numbers(),
+            totals=(totals if self.model.groups.tp.rank() == 0 else Totals()).numbers(),
             scope=data.scope,
             num_terms=data.num_terms,
             sequence_tokens=int(plan.forest.lengths.sum()),
             executed_tokens=plan.forest.num_tokens if runs else 0,
-            pushed_tokens=plan.num_pushed if runs else 0,
-            term_logprobs=data.logprobs,
+            pushed_tokens=first.num_pushed if runs else 0,
+            router_losses=router_losses(self.model, routed) if runs else {},
+            term_logprobs=self._over_processes(data.logprobs),
         )
 
-    def _score(self, samples, index: TermIndex, plan: Plan | None) -> np.ndarray:
+    def _score(self, samples, index: TermIndex, plan: StageProgram | None) -> np.ndarray:
         plan = plan or self.plan(samples)
-        edges = np.full(len(plan.forest.edges), np.nan)
+        wide = torch.promote_types(self.model.dtype, torch.float32)
+        found = torch.zeros(len(plan.forest.edges), dtype=wide, device=self.model.device)
 
-        def keep(chunk: Chunk, logprobs, entropies):
-            edges[chunk.edges] = logprobs.cpu().numpy()
+        def keep(edges: ShardEdges, logprobs, entropies):
+            found[as_index(edges.edges, found.device)] = logprobs
             return logprobs, None
 
-        if plan.chunks:
-            self._executor(plan, Mode.SWEEP).run(keep)
-        return edges[plan.forest.term_edge]
+        routed = routings(self.model, plan.forest.multiplicity, len(plan.forest.tokens), RouterLosses())
+        if plan.plans[0].chunks:
+            self._executor(plan, Mode.SWEEP, routed).run(keep)
+        return self._over_processes(found).double().cpu().numpy()[plan.forest.term_edge]
 
-    def _executor(self, plan: Plan, mode: Mode) -> Executor:
+    def _over_processes(self, found: torch.Tensor) -> torch.Tensor:
+        """Give every process of the replica what one of them has found; the others have zeros there."""
+        for group in (self.model.groups.cp, self.model.groups.pp):
+            if group.size() > 1:
+                dist.all_reduce(found, group=group)
+        return found
+
+    def _executor(
+        self,
+        plan: StageProgram,
+        mode: Mode,
+        routed: Sequence[Routing | None],
+        on_last_backward: Callable[[int], None] | None = None,
+    ) -> Executor:
         return Executor(
-            self.model, plan, mode, backend=self.backend, temperature=self.temperature, poison=self.poison_cache
-        )
-
-
-class FlatEngine(_Engine):
-    """Runs every sequence alone, unpadded, with stock causal attention: what `TreeEngine` must equal."""
-
-    def __init__(self, model: TreeModel, *, temperature: float = 1.0):
-        super().__init__(model, temperature)
-
-    def _train(self, samples, data: TermData, objective: Objective, plan: Plan | None) -> StepResult:
-        totals, executed = Totals(), 0
-        for sample, terms in self._parts(samples):
-            logprobs, entropies = self._sequence(sample)
-            leaves = logprobs.detach().requires_grad_(), entropies.detach().requires_grad_()
-            grads = _loss_grads(objective, data.terms(terms, *leaves), leaves, totals)
-            backward((logprobs, entropies), grads)
-            executed += len(sample.tokens)
-        return StepResult(
-            totals=totals.numbers(),
-            scope=data.scope,
-            num_terms=data.num_terms,
-            sequence_tokens=sum(len(s.tokens) for s in samples),
-            executed_tokens=executed,
-            pushed_tokens=0,
-            term_logprobs=data.logprobs,
-        )
-
-    def _score(self, samples, index: TermIndex, plan: Plan | None) -> np.ndarray:
-        logprobs = np.full(len(index.sequence), np.nan)
-        with torch.no_grad():
-            for sample, terms in self._parts(samples):
-                logprobs[terms] = self._sequence(sample)[0].cpu().numpy()
-        return logprobs
-
-    def _parts(self, samples):
-        """Yield (sample, its slice of the terms), for samples that train a token."""
-        start = 0
-        for sample in samples:
-            stop = start + int(np.count_nonzero(sample.loss_mask[1:]))
-            if stop > start:
-                yield sample, slice(start, stop)
-            start = stop
-
-    def _sequence(self, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = self.model.output_weight()
-        tokens = torch.from_numpy(sample.tokens.astype(np.int64)).to(weight.device)
-        positions = torch.arange(len(tokens), device=weight.device)
-        hidden = self.model(tokens[None], positions[None], None)[0]
-        target = as_index(np.flatnonzero(sample.loss_mask[1:]) + 1, weight.device)
-        return edge_logprobs(
-            hidden[target - 1],
-            weight,
-            torch.arange(len(target), device=weight.device),
-            tokens[target],
+            self.model,
+            plan,
+            mode,
+            backend=self.backend,
             temperature=self.temperature,
-            vocab_size=self.model.model_config.vocab_size,
+            routings=routed,
+            on_last_backward=on_last_backward,
+            poison=self.poison_cache,
         )
 
 
-def _loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> Grads:
-    """Evaluate the objective on a part of the step and differentiate it by edge log-probs and source entropies.
-
-    Without a use of the entropies their gradient is None, which spares the head work; log-probs always have one, so
-    that a backward runs also where no term depends on the model.
-    """
-    loss = objective(terms)
-    if len(terms.logprobs):
-        totals.add(loss)
-    grads = (None, None)
-    if loss.value.requires_grad:
-        grads = torch.autograd.grad(loss.value, leaves, allow_unused=True)
-    return torch.zeros_like(leaves[0]) if grads[0] is None else grads[0], grads[1]
-
-
-def default_backend(weight: torch.Tensor) -> str:
+def default_backend(model: TreeModel) -> str:
     """Return `flash4` for half precision on CUDA, which is all it computes, and `segment` for everything else."""
-    return "flash4" if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) else "segment"
+    is_half = model.dtype in (torch.bfloat16, torch.float16)
+    return "flash4" if model.device.type == "cuda" and is_half else "segment"
 
 
 def machine_cost(model: TreeModel) -> CostModel:
     """Return the shipped cost of a model on the kind of machine that it is on."""
-    return default_cost(model.model_config, "h200" if model.output_weight().is_cuda else "cpu")
+    return default_cost(model.model_config, "h200" if model.device.type == "cuda" else "cpu")
 
 
 def _content(*parts) -> bytes:

@@ -15,8 +15,9 @@ from megatron_dta.engine.executor import Executor, Grads
 from megatron_dta.engine.optimizer import MasterAdamW
 from megatron_dta.mcore.model import TreeModel
 from megatron_dta.mcore.params import Mode
+from megatron_dta.tree.deal import ShardEdges
 from megatron_dta.tree.forest import Forest, build_forest
-from megatron_dta.tree.plan import Call, Chunk, Kind, Operation, Plan, Push
+from megatron_dta.tree.plan import Call, Kind, Operation, Plan, Push, StageOperation, StageProgram
 from megatron_dta.tree.schedule import schedule
 
 SHORT = 64
@@ -170,11 +171,13 @@ def _forest(shape: Shape, vocab_size: int, rng: np.random.Generator) -> tuple[Fo
 
 def _measure(model: TreeModel, plan: Plan, backend: Backend, temperature: float, repeats: int) -> Measured:
     """Time a plan of `shape_plan`; its caches are gone on return, so that the next shape has their memory."""
-    executor = Executor(model, plan, Mode.TRAIN, backend=backend, temperature=temperature)
-    for operation in plan.operations:
-        if operation.kind is not Kind.PUSH:  # the first chunk's forward: its context is in the cache
+    operations = tuple(StageOperation(part=0, operation=operation) for operation in plan.operations)
+    program = StageProgram(plans=(plan,), operations=operations)
+    executor = Executor(model, program, Mode.TRAIN, backend=backend, temperature=temperature)
+    for entry in program.operations:
+        if entry.operation.kind is not Kind.PUSH:  # the first chunk's forward: its context is in the cache
             break
-        executor.execute(operation, _constant_loss)
+        executor.execute(entry, _constant_loss)
     chunk = plan.chunks[0]
     push = [Operation(kind=Kind.PUSH, index=len(plan.pushes) - 1)]
     both = [Operation(kind=Kind.FORWARD, index=0), Operation(kind=Kind.BACKWARD, index=0)]
@@ -195,7 +198,7 @@ def _median_seconds(executor: Executor, operations: list[Operation], repeats: in
         _wait(executor.device)
         start = time.perf_counter()
         for operation in operations:
-            executor.execute(operation, _constant_loss)
+            executor.execute(StageOperation(part=0, operation=operation), _constant_loss)
         _wait(executor.device)
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds[1:]))
@@ -206,6 +209,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _constant_loss(chunk: Chunk, logprobs: torch.Tensor, entropies: torch.Tensor) -> Grads:
+def _constant_loss(edges: ShardEdges, logprobs: torch.Tensor, entropies: torch.Tensor) -> Grads:
     """Stand in for an objective: the mean log-prob; its own few operations on [M] are not part of the model's time."""
     return torch.full_like(logprobs, -1 / max(len(logprobs), 1)), None

@@ -29,7 +29,8 @@ class TreeRotary(nn.Module):
         if isinstance(packed_seq_params, TreeParams):
             return packed_seq_params.depth
         hidden = transformer.input_tensor if transformer.input_tensor is not None else transformer_input
-        return hidden.size(0)
+        ranks = transformer_config.tensor_model_parallel_size if transformer_config.sequence_parallel else 1
+        return hidden.size(0) * ranks  # attention has all rows
 
     def forward(self, positions: torch.Tensor | int, *_, **__) -> torch.Tensor:
         """Return the angles [R, 1, 1, head_size] of the given depths, or of positions 0 .. R - 1."""

@@ -16,9 +16,9 @@ def row_multiple(
 ) -> int:
     """Return the multiple of rows that every call is padded to.
 
-    block: what kernels or the user ask for (attention tiles have 128 rows); sequence parallelism deals rows over the
-    `tensor` ranks, context parallelism deals two slices to each of `context` ranks, and fp8 formats need full groups
-    of 16 (mxfp8: 32) rows on each of those ranks. Raises UsageError for values that are not positive and unknown
+    block: what kernels or the user ask for (attention tiles have 128 rows); context parallelism deals equally many
+    rows to each of `context` ranks, sequence parallelism deals those over the `tensor` ranks, and fp8 formats need
+    full groups of 16 (mxfp8: 32) rows on each of them. Raises UsageError for values that are not positive and unknown
     formats.
     """
     for name, value in (("padding multiple", block), ("tensor", tensor), ("context", context)):
@@ -26,7 +26,7 @@ def row_multiple(
             raise UsageError(f"{name} is {value!r}; expected a positive whole number")
     if fp8 not in FP8_ROWS:
         raise UsageError(f"fp8 is {fp8!r}; expected one of {', '.join(FP8_ROWS)}")
-    shards = (tensor if sequence_parallel else 1) * (2 * context if context > 1 else 1)
+    shards = (tensor if sequence_parallel else 1) * context
     return lcm(block, shards * FP8_ROWS[fp8])
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_dta.errors import UsageError
 from megatron_dta.model_config import ModelConfig
+from megatron_dta.tree.statistics import layer_weights, linear_flops
 
 Counts = np.ndarray | float
 """A number, or one per call."""
@@ -118,6 +119,7 @@ def check_model(cost: CostModel, model: ModelConfig) -> None:
         return
     if not isinstance(profiled, dict):
         raise UsageError(f"fit.model of the cost model is {profiled!r}; expected an object, profile the model again")
+    profiled = dict.fromkeys(_EXPERTS, 0) | profiled  # a profile of a dense model need not say so
     for name, value in model_shape(model).items():
         if profiled.get(name) != value:
             raise UsageError(
@@ -131,7 +133,8 @@ def model_shape(model: ModelConfig) -> dict[str, int]:
     return {name: getattr(model, name) for name in _SHAPE}
 
 
-_SHAPE = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_size", "vocab_size")
+_EXPERTS = ("num_experts", "experts_per_token", "expert_ffn_size")
+_SHAPE = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_size", "vocab_size", *_EXPERTS)
 
 
 def _call_cost(name: str, raw: Any) -> CallCost:
@@ -174,10 +177,10 @@ _FORWARD = 0.45
 
 def _from_rates(name: str, rates: _Rates, model: ModelConfig) -> CostModel:
     q, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    matrices = model.num_layers * model.hidden_size * (2 * q + 2 * kv + 3 * model.ffn_size)
+    matrices = model.num_layers * layer_weights(model, model.num_experts)
     head = model.vocab_size * model.hidden_size
-    product = 2 * matrices / rates.matrix
-    returned = model.num_layers * (q + 2 * kv + 2 * model.hidden_size + 2 * model.ffn_size)
+    product = linear_flops(model) / rates.matrix
+    returned = model.num_layers * (q + 2 * kv + 2 * model.hidden_size + _mlp_returned(model))
     elementwise = rates.passes * returned * rates.element / rates.memory
     pair = 4 * model.num_layers * q / rates.attention
     # Logits are made twice; their gradients then go to the hidden states and to the weight.
@@ -211,6 +214,13 @@ def _from_rates(name: str, rates: _Rates, model: ModelConfig) -> CostModel:
         source=source,
     )
     return CostModel(machine=name, chunk=chunk, push=push, fit={"source": "scaled from shipped rates"})
+
+
+def _mlp_returned(model: ModelConfig) -> int:
+    """Count what an MLP's first matrix returns for a row; with experts also what the copies to and from them move."""
+    if not model.num_experts:
+        return 2 * model.ffn_size
+    return model.num_experts + 2 * model.experts_per_token * (model.hidden_size + model.expert_ffn_size)
 
 
 _H200 = _Rates(

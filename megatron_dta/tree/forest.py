@@ -65,6 +65,13 @@ class Forest:
         starts[inner] = num_children[self.parent[inner]] != 1
         return np.flatnonzero(starts).astype(np.int32)
 
+    @cached_property
+    def multiplicity(self) -> np.ndarray:
+        """How many sequences hold each token, int64 [T]: those that end in its subtree."""
+        ends = np.cumsum(np.bincount(self.sequence_end, minlength=self.num_tokens))
+        before = np.concatenate([[0], ends])
+        return before[self.subtree_end] - before[:-1]
+
     def path(self, sequence: int) -> np.ndarray:
         """Return the tree token of every position of one sequence, int64 [length]."""
         last = self.sequence_end[sequence]

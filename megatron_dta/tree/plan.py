@@ -68,11 +68,33 @@ class Kind(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     FREE = "free"
+    SEND = "send"
+    RECV = "recv"
+
+
+class Flow(StrEnum):
+    """What goes from one part of a model to another: activations to the next, gradients to the one before."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What a SEND or RECV moves. A flow between two stages is first in, first out, whichever parts are at its ends."""
+
+    flow: Flow
+    call: Kind
+    """PUSH or FORWARD: whether the operation's index names a push or a chunk."""
+    peer: int
+    """The other stage."""
+    wraps: bool
+    """Between the last stage and the first, where an activation's part is one higher at its end than at its origin."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operation:
-    """One step of the static list. `index` names a push (PUSH) or a chunk (FORWARD, BACKWARD, FREE)."""
+    """One step of the static list. `index` names a push (PUSH), a chunk (FORWARD, BACKWARD, FREE), or either."""
 
     kind: Kind
     index: int
@@ -80,6 +102,8 @@ class Operation:
     """FREE only: state cache rows that nobody reads any more, int32."""
     free_grad: np.ndarray | None = None
     """FREE only: accumulator rows that their chunk has consumed, int32."""
+    transfer: Transfer | None = None
+    """SEND and RECV only."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,3 +131,29 @@ class Plan:
     def num_rows(self) -> int:
         """Rows with gradient, padding included."""
         return sum(chunk.size for chunk in self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageOperation:
+    """An operation on one of the model parts of a pipeline stage."""
+
+    part: int
+    operation: Operation
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageProgram:
+    """What one stage of a pipeline runs: the same calls on each of its model parts.
+
+    A SEND follows the operation that makes what is sent, a RECV precedes the one that needs it. Both are
+    asynchronous: a receive may be posted earlier, and no send waits for its receiver.
+    """
+
+    plans: tuple[Plan, ...]
+    """One per model part. Calls are the same; rows of both caches follow the part's own order."""
+    operations: tuple[StageOperation, ...]
+    """Those of all parts in order of execution, with transfers between parts on different stages."""
+
+    @property
+    def forest(self) -> Forest:
+        return self.plans[0].forest

@@ -14,15 +14,16 @@ import numpy as np
 from megatron_dta.errors import UsageError
 from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.cost import CostModel
-from megatron_dta.tree.forest import build_forest
+from megatron_dta.tree.forest import Forest, build_forest
 from megatron_dta.tree.layout import group_by
 from megatron_dta.tree.loads import lower_bound
 from megatron_dta.tree.moves import moves_from
 from megatron_dta.tree.outline import Outline
-from megatron_dta.tree.plan import Plan
+from megatron_dta.tree.pipeline import Pipeline
+from megatron_dta.tree.plan import Plan, StageProgram
 from megatron_dta.tree.prediction import Prediction
 from megatron_dta.tree.ranks import Packer, RankPacking, node_work
-from megatron_dta.tree.schedule import Slots, schedule
+from megatron_dta.tree.schedule import Slots, schedule, stage_program
 from megatron_dta.tree.spread import spread
 
 _ROUNDS = 3
@@ -155,6 +156,7 @@ def _bound(outline: Outline, work: np.ndarray, settings: Settings) -> float:
 
 
 _ONE_SLOT = Slots(pushes=(0,))
+_NO_PIPELINE = Pipeline()
 
 
 def _spread(packer: Packer, settings: Settings) -> list[RankPacking]:
@@ -316,13 +318,7 @@ def build_plan(
 
     Raises ValueError where they are not the sequences that the task was made for.
     """
-    forest = build_forest(tokens, loss_masks, identities, parts=task.parts)
-    if forest.num_tokens != task.run_length.sum() or not np.array_equal(forest.lengths, task.lengths):
-        raise ValueError(
-            f"these {len(tokens)} sequences have {forest.num_tokens} distinct tokens; the task was planned for "
-            f"{len(task.lengths)} with {task.run_length.sum()}, or for others of other lengths: not the same batch"
-        )
-    chunk_of = np.repeat(task.run_chunk, task.run_length)
+    forest, chunk_of = _own_forest(task, tokens, loss_masks, identities)
     return schedule(
         forest,
         chunk_of,
@@ -332,3 +328,46 @@ def build_plan(
         in_flight=in_flight,
         slots=task.slots,
     )
+
+
+def build_program(
+    task: Task,
+    tokens: Sequence[np.ndarray],
+    loss_masks: Sequence[np.ndarray] | None,
+    identities: Sequence[np.ndarray | None] | None,
+    *,
+    multiple: int,
+    pipeline: Pipeline = _NO_PIPELINE,
+    stage: int = 0,
+) -> StageProgram:
+    """Build what one pipeline stage of a rank runs, from the rank's own sequences in the order of `task.sequences`.
+
+    Raises ValueError where they are not the sequences that the task was made for.
+    """
+    forest, chunk_of = _own_forest(task, tokens, loss_masks, identities)
+    return stage_program(
+        forest,
+        chunk_of,
+        capacity=task.capacity,
+        push_capacity=task.push_capacity,
+        multiple=multiple,
+        pipeline=pipeline,
+        stage=stage,
+        slots=task.slots,
+    )
+
+
+def _own_forest(
+    task: Task,
+    tokens: Sequence[np.ndarray],
+    loss_masks: Sequence[np.ndarray] | None,
+    identities: Sequence[np.ndarray | None] | None,
+) -> tuple[Forest, np.ndarray]:
+    """Build the forest of a task's sequences; return it with the chunk of every token, int64 [T]."""
+    forest = build_forest(tokens, loss_masks, identities, parts=task.parts)
+    if forest.num_tokens != task.run_length.sum() or not np.array_equal(forest.lengths, task.lengths):
+        raise ValueError(
+            f"these {len(tokens)} sequences have {forest.num_tokens} distinct tokens; the task was planned for "
+            f"{len(task.lengths)} with {task.run_length.sum()}, or for others of other lengths: not the same batch"
+        )
+    return forest, np.repeat(task.run_chunk, task.run_length)

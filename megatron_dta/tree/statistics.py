@@ -155,10 +155,15 @@ def work_statistics(plans: Sequence[Plan], counts: PlanStatistics, model: ModelC
 
 
 def linear_flops(model: ModelConfig) -> int:
-    """Forward FLOPs of all layers' matrices for one token."""
+    """Forward FLOPs of all layers' matrices for one token: of the experts, those that it visits."""
+    return 2 * model.num_layers * layer_weights(model, model.experts_per_token)
+
+
+def layer_weights(model: ModelConfig, num_experts: int) -> int:
+    """Count the elements of a layer's matrices, the router included, with so many of its experts."""
     q, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    per_layer = model.hidden_size * (2 * q + 2 * kv + 3 * model.ffn_size)
-    return 2 * model.num_layers * per_layer
+    mlp = 3 * (num_experts * model.expert_ffn_size if model.num_experts else model.ffn_size)
+    return model.hidden_size * (2 * q + 2 * kv + model.num_experts + mlp)
 
 
 def attention_flops(model: ModelConfig) -> int:
@@ -176,19 +181,36 @@ def num_parameters(model: ModelConfig) -> int:
     embeddings = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
     biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_size if model.qkv_bias else 0
     norms = 2 * model.hidden_size + (2 * model.head_size if model.qk_norm else 0)
-    return embeddings + linear_flops(model) // 2 + model.num_layers * (norms + biases) + model.hidden_size
+    matrices = layer_weights(model, model.num_experts)
+    return embeddings + model.num_layers * (matrices + norms + biases) + model.hidden_size
+
+
+def num_expert_parameters(model: ModelConfig) -> int:
+    """Count the weights of all experts; 0 for a dense model."""
+    return model.num_layers * model.num_experts * 3 * model.hidden_size * model.expert_ffn_size
 
 
 def memory_statistics(
-    counts: PlanStatistics, model: ModelConfig, dtype: str, *, tensor: int = 1, context: int = 1, pipeline: int = 1
+    counts: PlanStatistics,
+    model: ModelConfig,
+    dtype: str,
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
 ) -> MemoryStatistics:
     """Predict the memory of a step on one device: gradients, optimizer and accumulators are at least fp32.
 
-    Weights are spread over tensor and pipeline ranks, rows over all three. `counts` are those of the rank that has
+    Weights are spread over tensor and pipeline ranks, those of experts over expert, expert-tensor (None: as many as
+    `tensor`) and pipeline ranks; rows over tensor, context and pipeline ranks. `counts` are those of the rank that has
     most alive.
     """
     narrow, wide = BYTES[dtype], max(BYTES[dtype], 4)
-    parameters = -(-num_parameters(model) // (tensor * pipeline))
+    of_experts = num_expert_parameters(model)
+    parameters = -(-(num_parameters(model) - of_experts) // (tensor * pipeline))
+    parameters += -(-of_experts // (expert * (expert_tensor or tensor) * pipeline))
     devices = tensor * context * pipeline
     per_state = 2 * model.num_layers * model.num_kv_heads * model.head_size
     parts = {
@@ -207,9 +229,14 @@ def activation_bytes(model: ModelConfig, element: int) -> int:
 
     Counted per layer: both norms' inputs and outputs and both residuals (6 h), query, key and value before norm,
     before rotation and after (3), attention output and its projection, and four tensors of the gated MLP besides its
-    product (5 ffn). For h 4096 and ffn 12288 this gives 220 KiB in bf16; 239 were measured.
+    product (5 ffn). For h 4096 and ffn 12288 this gives 220 KiB in bf16; 239 were measured. With experts: the MLP's
+    tensors and a copy of its input per chosen expert, and three fp32 rows of the router.
     """
     h, q = model.hidden_size, model.num_heads * model.head_size
     kv = model.num_kv_heads * model.head_size
-    per_layer = 6 * h + 3 * (q + 2 * kv) + q + h + 5 * model.ffn_size
-    return model.num_layers * per_layer * element
+    per_layer = 6 * h + 3 * (q + 2 * kv) + q + h
+    if model.num_experts:
+        per_layer += model.experts_per_token * (h + 5 * model.expert_ffn_size)
+    else:
+        per_layer += 5 * model.ffn_size
+    return model.num_layers * (per_layer * element + 12 * model.num_experts)

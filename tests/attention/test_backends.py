@@ -1,6 +1,5 @@
 import importlib
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,13 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from megatron_dta.attention import segment
-from megatron_dta.attention.api import BACKENDS, Backend, get_backend
-from megatron_dta.attention.mask import TreeMask
+from megatron_dta.attention.api import BACKENDS, get_backend
+from megatron_dta.attention.mask import TreeMask, dense_mask, tree_mask
 from megatron_dta.errors import UsageError
 from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.forest import Forest, build_forest
 from megatron_dta.tree.plan import Call
 from megatron_dta.tree.schedule import schedule
+from tests.attention.inputs import NAMES, SCALE, TOLERANCE, Inputs, assert_equal, draw, run
 from tests.forests import (
     SHAPES,
     LargestTensor,
@@ -28,50 +28,6 @@ from tests.forests import (
     shaped,
     visible_pairs,
 )
-
-NUM_KV_HEADS, HEAD_SIZE, SCALE = 2, 6, 0.4
-NAMES = ("out", "lse", "dq", "dk", "dv")
-TOLERANCE = 1e-12
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """q, dout [T, N, H] and k, v [C, K, H] of one call, with its mask."""
-
-    mask: TreeMask
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-
-    def to(self, dtype: torch.dtype) -> "Inputs":
-        return Inputs(self.mask, *(x.to(dtype) for x in (self.q, self.k, self.v, self.dout)))
-
-
-def draw(mask: TreeMask, groups: int = 2, seed: int = 0) -> Inputs:
-    """Draw fp64 inputs that bf16 holds exactly, so that errors come from the arithmetic alone."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(rows: int, heads: int) -> torch.Tensor:
-        return torch.randn(rows, heads, HEAD_SIZE, generator=generator).bfloat16().double()
-
-    num_heads = NUM_KV_HEADS * groups
-    q, dout = normal(mask.num_queries, num_heads), normal(mask.num_queries, num_heads)
-    return Inputs(mask, q, normal(mask.num_keys, NUM_KV_HEADS), normal(mask.num_keys, NUM_KV_HEADS), dout)
-
-
-def run(backend: str | Backend, x: Inputs) -> dict[str, torch.Tensor]:
-    """Run forward and backward."""
-    attention = get_backend(backend) if isinstance(backend, str) else backend
-    out, lse = attention.forward(x.q, x.k, x.v, x.mask, SCALE)
-    grads = attention.backward(x.dout, x.q, x.k, x.v, out, lse, x.mask, SCALE)
-    return dict(zip(NAMES, (out, lse, *grads)))
-
-
-def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    close = {"rtol": TOLERANCE, "atol": TOLERANCE}
-    for name in NAMES:
-        torch.testing.assert_close({name: got[name]}, {name: expected[name]}, **close)
 
 
 def calls_of(forest: Forest, budget: int | str, multiple: int = 1) -> list[Call]:
@@ -116,6 +72,68 @@ def test_segment_equals_reference_on_any_queries_and_keys(seed):
     assert_equal(run("segment", x), run("reference", x))
 
 
+def any_mask(rng: np.random.Generator) -> TreeMask:
+    """Draw intervals of no forest, empty, negative and too long ones included; each row sees at least one key."""
+    num_queries, num_keys = rng.integers(1, 40), rng.integers(1, 60)
+    ends = rng.integers(-3, num_queries + 4, (2, num_keys))
+    ends[:, rng.integers(num_keys)] = -1, num_queries + 1
+    return tree_mask(*ends.astype(np.int32), int(num_queries), "cpu")
+
+
+def permuted(mask: TreeMask, order: np.ndarray) -> TreeMask:
+    return TreeMask(
+        visible_from=mask.visible_from[order], visible_to=mask.visible_to[order], num_queries=mask.num_queries
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_segment_equals_reference_on_any_intervals(seed):
+    x = draw(any_mask(np.random.default_rng(seed)), groups=1 + seed % 3, seed=seed)
+    assert_equal(run("segment", x), run("reference", x))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_segment_takes_keys_in_any_order(seed):
+    """The order of keys says nothing: the last of them need not be the rows themselves."""
+    rng = np.random.default_rng(seed)
+    mask, _ = mask_of_subset(random_forest(seed, most=12, longest=12), rng)
+    x, order = draw(mask, seed=seed), rng.permutation(mask.num_keys)
+    expected = run("reference", x)
+    got = run("segment", Inputs(permuted(mask, order), x.q, x.k[order], x.v[order], x.dout))
+    assert_equal(got, {**expected, "dk": expected["dk"][order], "dv": expected["dv"][order]})
+
+
+def test_keys_in_another_order_than_their_mask_give_other_results():
+    """Negative control: the mask says which keys a row sees, and the results show it."""
+    mask = mask_of(calls_of(shaped("ragged tails"), WHOLE)[0])
+    x, order = draw(mask), np.roll(np.arange(mask.num_keys), 1)
+    one, other = run("segment", x), run("segment", Inputs(mask, x.q, x.k[order], x.v[order], x.dout))
+    assert all((one[name] - other[name]).abs().max() > 0.01 for name in NAMES)
+
+
+@pytest.mark.parametrize("limits", [(2**21, 256), (60, 256), (2**21, 3)])
+def test_runs_and_blocks_hold_what_their_rows_see(monkeypatch, limits):
+    """All rows see the known keys, the last row the seen ones, no row another; a run is cut where a key is lost."""
+    for name, limit in zip(("MAX_SCORES", "MAX_OPENING"), limits):
+        monkeypatch.setattr(segment, name, limit)
+    num_heads = 2
+    for mask in (any_mask(np.random.default_rng(seed)) for seed in range(60)):
+        visible, runs = dense_mask(mask).numpy(), segment.query_runs(mask)
+        lost = (visible[:-1] & ~visible[1:]).any(1)
+        assert [run.start for run in runs] == [0, *(np.flatnonzero(lost) + 1)]
+        blocks = [(run, block) for run in runs for block in segment._blocks(run, num_heads)]
+        rows = [row for _, block in blocks for row in range(block.rows.start, block.rows.stop)]
+        assert rows == list(range(mask.num_queries))
+        for whole, block in blocks:
+            part, keys = visible[block.rows], whole.keys.numpy()
+            assert part[:, keys[: block.known]].all()
+            assert part[-1, keys[: block.seen]].all()
+            assert part.sum() == part[:, keys[: block.seen]].sum()
+            assert len(part) == 1 or len(part) * block.seen * num_heads <= limits[0]
+            opens_inside = (~part[0, keys[: block.seen]]).sum()
+            assert block.seen - block.known == opens_inside <= limits[1]
+
+
 @pytest.mark.parametrize("length", [1, 2, 63, 127, 129, 500])
 def test_segment_equals_reference_on_odd_lengths(length):
     """B08's lengths: nothing depends on a multiple of a block."""
@@ -126,11 +144,14 @@ def test_segment_equals_reference_on_odd_lengths(length):
             assert_equal(run("segment", x), run("reference", x))
 
 
-@pytest.mark.parametrize("max_scores", [1, 7, 100])
-def test_segment_does_not_depend_on_its_block_size(monkeypatch, max_scores):
+@pytest.mark.parametrize(
+    ("limit", "value"), [*(("MAX_SCORES", n) for n in (1, 7, 100)), *(("MAX_OPENING", n) for n in (1, 3))]
+)
+def test_segment_does_not_depend_on_its_block_size(monkeypatch, limit, value):
     masks = [mask_of(call) for call in [*random_calls()[:30], *calls_of(shaped("chain"), WHOLE)]]
+    masks += [any_mask(np.random.default_rng(seed)) for seed in range(20)]
     whole = [run("segment", draw(mask)) for mask in masks]
-    monkeypatch.setattr(segment, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(segment, limit, value)
     for mask, expected in zip(masks, whole):
         assert_equal(run("segment", draw(mask)), expected)
 

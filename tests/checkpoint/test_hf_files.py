@@ -21,6 +21,7 @@ from megatron_dta.checkpoint.hf_names import hf_shapes
 from megatron_dta.checkpoint.open_model import TINY, open_model
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore.model import TreeModel
+from megatron_dta.mcore.shards import Alone, gather_whole
 from megatron_dta.model_config import read_model_config
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -205,10 +206,35 @@ def test_g03_pickled_weights_are_never_opened(folder, tmp_path):
 
 def test_shards_out_and_in(sharded, stored):
     assert len(list(sharded.glob("*.safetensors"))) > 3
-    expected = load_file(stored / WEIGHTS)
-    assert json.loads((sharded / INDEX).read_text())["weight_map"].keys() == expected.keys()
+    expected, index = load_file(stored / WEIGHTS), json.loads((sharded / INDEX).read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert_same_weights(hf_state(loaded(sharded)), expected)
     assert_same_weights(dict(AutoModelForCausalLM.from_pretrained(sharded).state_dict()), expected)
+
+
+def most_waiting(model: TreeModel, folder: Path, names: list[str]) -> int:
+    """Write a model's files tensor by tensor; return the most bytes that waited for others of their file."""
+    folder.mkdir()
+    files, waited = hf_files._TensorFiles(model.model_config, model.dtype, folder), []
+    whole = gather_whole(lambda shard: shard.parameter, model, Alone())
+    assert whole is not None
+    for name in names:
+        files.add({name: whole[name]})
+        waited.append(sum(tensor.nbytes for waiting in files._waiting.values() for tensor in waiting.values()))
+    assert waited[-1] == 0
+    return max(waited)
+
+
+def test_no_more_than_a_file_waits_to_be_written(tmp_path, monkeypatch):
+    """Files are at most 10 kB, apart from single tensors; tensors in another order would make more of them wait."""
+    small_shards(monkeypatch)
+    model = new_model(tmp_path, num_hidden_layers=4)
+    names = list(hf_files._by_name(model.model_config))
+    assert 0 < most_waiting(model, tmp_path / "in order", names) <= 10_000
+    assert most_waiting(model, tmp_path / "mixed", names[::2] + names[1::2]) > 20_000
+    first, second = ({f.name: data for f, data in contents(tmp_path / n).items()} for n in ("in order", "mixed"))
+    assert first == second
 
 
 def test_new_save_leaves_nothing_of_the_old_one(sharded, monkeypatch):

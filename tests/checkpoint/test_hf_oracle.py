@@ -14,7 +14,8 @@ from megatron_dta.checkpoint.hf_files import hf_state, save_hf
 from megatron_dta.checkpoint.hf_names import mappings
 from megatron_dta.checkpoint.open_model import open_model
 from megatron_dta.data.samples import Sample
-from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.mcore.head import _logits, _operand, edge_logprobs
 from megatron_dta.rl import objectives
 
@@ -159,9 +160,9 @@ def gradient_errors(hf: torch.nn.Module, folder: Path, engine: Callable) -> dict
     engine(model).train_batch([sample], objectives.sft())
     (-hf_logprobs(hf, sample.tokens).mean()).backward()
     expected = {key: p.grad for key, p in hf.named_parameters()}
-    got = {}
+    got, parameters = {}, dict(model.named_parameters())
     for mapping in mappings(model.model_config):
-        got.update(zip(mapping.hf, mapping.split(model.get_parameter(mapping.megatron).grad)))
+        got.update(zip(mapping.hf, mapping.split(parameters[mapping.megatron].grad)))
     assert got.keys() == expected.keys()
     return {key: float((got[key] - g).norm() / g.norm()) for key, g in expected.items()}
 
@@ -223,7 +224,8 @@ def test_padded_vocabulary_has_no_part(name, engine, checkpoint):
     model, _ = open_model(hf_folder=str(checkpoint(name)[1]), dtype="fp32")
     samples, make = some_samples(), ENGINES[engine]
     before, state = make(model).forward_batch(samples), hf_state(model)
-    weights = {id(w): w for w in (model.output_weight(), model.embedding.word_embeddings.weight)}
+    embedding = dict(model.named_parameters())["embedding.word_embeddings.weight"]
+    weights = {id(w): w for w in (model.output_weight(), embedding)}
     assert len(weights) == (1 if "tied" in name else 2)
     for weight in weights.values():
         assert weight.shape[0] == PADDED

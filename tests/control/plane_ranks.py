@@ -117,6 +117,8 @@ def check_share(plane: ControlPlane, parts: list[list[Sample]], share: Share) ->
     assert share.counts == tuple(map(len, parts))
     terms = [int(s.loss_mask[1:].sum()) for s in whole]
     assert (share.num_terms, share.num_trained) == (sum(terms), np.count_nonzero(terms))
+    assert share.num_tokens == sum(len(s.tokens) for s in whole)
+    assert share.num_without_old == sum(s.old_logprobs is None for s in whole)
     assert share.forecast.seconds == tuple(batch.seconds.tolist())
     assert share.plan_seconds > 0
     assert share.wait_seconds >= 0
@@ -127,9 +129,11 @@ def check_share(plane: ControlPlane, parts: list[list[Sample]], share: Share) ->
     assert [row[-1] for row in back] == [s.tokens[-1] for s in own], "results of other samples"
     for row, sample in zip(back, own):
         np.testing.assert_array_equal(row[:-1], sample.tokens / 3)
-    numbers = plane.gather_numbers({"replica": plane.replica, "samples": len(share.samples), "nan": float("nan")})
-    assert [n["replica"] for n in numbers] == list(range(plane.settings.ranks))
-    assert [n["samples"] for n in numbers] == [len(task.sequences) for task in batch.tasks]
+    rank = plane.communicator.rank
+    numbers = plane.gather_numbers({"rank": rank, "samples": len(share.samples), "nan": float("nan")})
+    assert [n["rank"] for n in numbers] == list(range(plane.communicator.size))
+    assert [n["samples"] for n in numbers] == [len(batch.tasks[replica].sequences) for replica in plane.replica_of]
+    assert [plane.replica_of[leader] for leader in plane.leaders] == list(range(plane.settings.ranks))
     assert all(np.isnan(n["nan"]) for n in numbers)
 
 

@@ -16,7 +16,7 @@ import pytest
 from megatron_dta.control.launch import without_launch
 
 ROOT = Path(__file__).parents[2]
-_SECONDS = 120
+_SECONDS = 600
 
 
 def _environ() -> dict[str, str]:

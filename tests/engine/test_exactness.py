@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.mcore import head
 from megatron_dta.rl import objectives
 from megatron_dta.verify import random_objective, with_random_advantages
@@ -88,13 +89,14 @@ def test_prompt_only_chunk_passes_on_its_descendants_gradients():
     for sample in samples:
         sample.loss_mask[:] = np.arange(13) > 10
     engine = TreeEngine(tiny(), budget=4, poison_cache=True)
-    assert any(len(chunk.edges) == 0 for chunk in engine.plan(samples).chunks)
+    (plan,) = engine.plan(samples).plans
+    assert any(len(chunk.edges) == 0 for chunk in plan.chunks)
     assert_equal(tiny(), samples, FULL_GRPO, 4, 1)
 
 
 def test_chunk_of_several_trees():
     samples = batch(SHAPES["several trees"])
-    plan = TreeEngine(tiny(), budget=9).plan(samples)
+    (plan,) = TreeEngine(tiny(), budget=9).plan(samples).plans
     roots = [int((plan.forest.parent[chunk.tokens] < 0).sum()) for chunk in plan.chunks]
     assert max(roots) > 1
     assert len(plan.chunks) > 1

@@ -1,5 +1,6 @@
 """Failures that other stacks had, as behaviour of the engines."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.axes import Axes
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.errors import UsageError
 from megatron_dta.mcore import head
 from megatron_dta.rl import objectives
@@ -247,6 +250,14 @@ def test_frozen_parameters_are_refused():
         parameter.requires_grad_(True)
 
 
+def test_flat_engine_refuses_a_split_model():
+    """Every sequence alone needs the whole model; data-parallel ranks are fine, each has it."""
+    for axes in (Axes(tensor=2), Axes(context=2), Axes(pipeline=2), Axes(expert=2)):
+        with pytest.raises(UsageError, match=f"not on {re.escape(axes.describe())}; choose tree mode"):
+            FlatEngine(replace(tiny(), axes=axes))
+    FlatEngine(tiny())
+
+
 def test_kl_without_reference_is_refused():
     with pytest.raises(UsageError, match="ref_logprobs is missing"):
         TreeEngine(tiny()).train_batch(batch([[1, 2, 3]], ref_logprobs=None), objectives.grpo(kl_coef=0.1))
@@ -295,4 +306,5 @@ def test_equal_content_is_planned_once():
     engine = TreeEngine(tiny(), budget=5)
     assert engine.plan(samples) is engine.plan([replace(s, old_logprobs=None) for s in samples])
     engine.budget = 6
-    assert max(chunk.size for chunk in engine.plan(samples).chunks) == 6
+    (plan,) = engine.plan(samples).plans
+    assert max(chunk.size for chunk in plan.chunks) == 6

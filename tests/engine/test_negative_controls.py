@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from megatron_dta.attention.mask import TreeMask
+from megatron_dta.engine import calls as calls_module
 from megatron_dta.engine import executor as executor_module
 from megatron_dta.engine.cache import ArenaCache
-from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.mcore import core_attention
 from megatron_dta.mcore.params import Mode
 from megatron_dta.mcore.rotary import TreeRotary
@@ -50,7 +52,7 @@ def test_plain_causal_mask(monkeypatch):
         start = torch.as_tensor(visible_from)
         return TreeMask(visible_from=start, visible_to=torch.full_like(start, num_queries), num_queries=num_queries)
 
-    monkeypatch.setattr(executor_module, "tree_mask", causal)
+    monkeypatch.setattr(calls_module, "tree_mask", causal)
     assert error() > 1e-3
 
 
@@ -59,11 +61,12 @@ def test_edge_read_from_the_token_before(monkeypatch):
 
     class Wrong(TreeEngine):
         def plan(self, samples):
-            plan = super().plan(samples)
+            program = super().plan(samples)
+            (plan,) = program.plans
             chunk = plan.chunks[0]
             sources, edge_source = np.unique(plan.forest.edges[chunk.edges] - 1, return_inverse=True)
             chunk = replace(chunk, source_rows=sources.astype(np.int32), edge_source=edge_source.astype(np.int32))
-            return replace(plan, chunks=(chunk,))
+            return replace(program, plans=(replace(plan, chunks=(chunk,)),))
 
     assert error(engine_type=Wrong) > 1e-3
 
@@ -86,11 +89,11 @@ def test_push_inferred_from_grad_mode_under_recompute(monkeypatch):
     """A chunk's first forward under recompute has no gradient either: it must not write states."""
     attend = core_attention._attend
 
-    def inferring(q, k, v, params, layer, scale):
+    def inferring(q, k, v, params, layer, scale, group):
         if params.mode is Mode.TRAIN and not torch.is_grad_enabled():
             rows = torch.arange(min(len(k), params.cache.states.shape[2]))
             params.cache.store(layer, rows, k[: len(rows)], v[: len(rows)])
-        return attend(q, k, v, params, layer, scale)
+        return attend(q, k, v, params, layer, scale, group)
 
     monkeypatch.setattr(core_attention, "_attend", inferring)
     assert error(6, recompute="none") < 1e-9

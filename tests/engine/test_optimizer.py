@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dta.config import OptimizerSection
-from megatron_dta.engine.optimizer import MasterAdamW
+from megatron_dta.engine.optimizer import LocalGradients, MasterAdamW, make_optimizer
 
 
 def linear(dtype, seed=0):
@@ -106,3 +106,54 @@ def test_a_bad_batch_does_not_reach_the_next_one():
         optimizer.step()
     model.weight.sum().backward()
     assert optimizer.step()["grad_norm"] == pytest.approx(2.0)
+
+
+def test_every_process_of_a_whole_model_gets_the_simple_one():
+    optimizer = make_optimizer(linear(torch.float32), OptimizerSection(), total_updates=1)
+    assert type(optimizer) is MasterAdamW
+    assert optimizer.name.startswith("MasterAdamW")
+
+
+def test_norm_is_the_callers():
+    """On several ranks the norm that clips is of more than this process holds."""
+    seen = []
+    model = torch.nn.Linear(2, 2, bias=False)
+    config = OptimizerSection(lr=0.1, weight_decay=0.0, clip_norm=1.0)
+    optimizer = MasterAdamW(model, config, total_updates=1, norm=lambda grads: seen.extend(grads) or 8.0)
+    clipped = []
+    optimizer.adamw.register_step_pre_hook(lambda *_: clipped.append(optimizer.main_grads[0].clone()))
+    model.weight.sum().backward()
+    assert optimizer.step()["grad_norm"] == 8.0
+    assert [id(grad) for grad in seen] == [id(grad) for grad in optimizer.main_grads]
+    assert torch.equal(clipped[0], torch.full((2, 2), 1 / 8))
+
+
+def test_release_lets_another_take_over():
+    model = torch.nn.Linear(2, 2)
+    first = MasterAdamW(model, OptimizerSection(), total_updates=1)
+    first.release()
+    second = MasterAdamW(model, OptimizerSection(), total_updates=1)
+    model.weight.sum().backward()
+    assert not any(grad.any() for grad in first.main_grads)
+    assert (second.main_grads[0] == 1).all()
+    assert model.weight.grad is None
+
+
+def test_frozen_parameters_have_no_master():
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    gradients = LocalGradients(model)
+    assert [p.shape for p in gradients.params] == [(2, 2)]
+    assert len(MasterAdamW(model, OptimizerSection(), total_updates=1).masters) == 1
+
+
+def test_main_gradients_are_wide():
+    """Of 300 equal gradients a bf16 sum would lose the last ones: it stops at 256."""
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    gradients = LocalGradients(model)
+    for _ in range(300):
+        model.weight.sum().backward()
+    assert float(gradients.main_grads[0]) == 300
+    assert torch.tensor(256.0).bfloat16() + 1 == 256
+    gradients.zero()
+    assert not gradients.main_grads[0].any()

@@ -9,16 +9,18 @@ import torch
 
 from megatron_dta.config import OptimizerSection
 from megatron_dta.data.samples import Sample
+from megatron_dta.engine.base import StepResult
 from megatron_dta.engine.batch import Scope, merged_metrics, per_sequence, sample_advantages, scope_of, term_index
-from megatron_dta.engine.engine import FlatEngine, StepResult, TreeEngine
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.engine.optimizer import MasterAdamW
 from megatron_dta.errors import UsageError
 from megatron_dta.rl import objectives
 from megatron_dta.rl.terms import Loss, Objective, Terms
 from megatron_dta.tree.forest import build_forest
 from megatron_dta.tree.outline import build_outline
-from megatron_dta.tree.plan import Plan
-from megatron_dta.tree.planner import Task, build_plan, plan_batch
+from megatron_dta.tree.plan import Plan, StageProgram
+from megatron_dta.tree.planner import Task, plan_batch
 from tests.batches import SHAPES, batch, grad_error, step, tiny, trained
 from tests.forests import random_assignment, random_batch
 
@@ -50,10 +52,10 @@ def columns_of(samples):
     return [s.tokens for s in samples], [s.loss_mask for s in samples], [s.identity for s in samples]
 
 
-def plan_for(engine: TreeEngine, samples, task: Task) -> tuple[list[Sample], Plan]:
-    """Return a task's samples and its plan."""
+def program_for(engine: TreeEngine, samples, task: Task) -> tuple[list[Sample], StageProgram]:
+    """Return a task's samples and what its rank runs."""
     own = [samples[i] for i in task.sequences.tolist()]
-    return own, build_plan(task, *columns_of(own), multiple=engine.multiple)
+    return own, engine.program(task, own)
 
 
 def tasks_of(engine: TreeEngine, samples, ranks: int, together: int = 1) -> tuple[Task, ...]:
@@ -73,9 +75,9 @@ def run_ranks(engine: TreeEngine, samples, objective: Objective, tasks, *, own_s
     results, plans = [], []
     logprobs: list[np.ndarray] = [np.zeros(0)] * len(samples)
     for task in tasks:
-        own, plan = plan_for(engine, samples, task)
-        results.append(engine.train_batch(own, objective, scope=scope_of(own) if own_scope else scope, plan=plan))
-        plans.append(plan)
+        own, program = program_for(engine, samples, task)
+        results.append(engine.train_batch(own, objective, scope=scope_of(own) if own_scope else scope, plan=program))
+        plans.append(program.plans[0])
         rows = per_sequence(own, term_index(own), results[-1].term_logprobs.numpy())
         for i, row in zip(task.sequences.tolist(), rows):
             logprobs[i] = row
@@ -145,8 +147,8 @@ def test_idle_calls_of_a_group_change_nothing():
         padding_pushes += sum(len(push.tokens) == 0 for plan in got.plans for push in plan.pushes)
         padding_chunks += sum(len(chunk.tokens) == 0 for plan in got.plans for chunk in plan.chunks)
         for task in tasks:
-            own, plan = plan_for(engine, samples, task)
-            for i, row in zip(task.sequences.tolist(), engine.forward_batch(own, plan=plan)):
+            own, program = program_for(engine, samples, task)
+            for i, row in zip(task.sequences.tolist(), engine.forward_batch(own, plan=program)):
                 np.testing.assert_allclose(row, swept[i], atol=EXACT)
     assert padding_pushes
     assert padding_chunks
@@ -176,17 +178,18 @@ def test_c02_a_rank_without_a_sequence_runs_and_changes_nothing(objective):
     alone, _ = step(TreeEngine(tiny()), samples, objective)
     for engine in (TreeEngine(tiny(), poison_cache=True), TreeEngine(tiny(), budget=8, multiple=8, poison_cache=True)):
         busy, idle = sorted(tasks_of(engine, samples, 2), key=lambda task: -len(task.sequences))
-        own, plan = plan_for(engine, samples, idle)
+        own, program = program_for(engine, samples, idle)
+        (plan,) = program.plans
         assert (len(own), len(plan.chunks), len(plan.pushes)) == (0, 1, 0)
         engine.model.zero_grad(set_to_none=True)
-        result = engine.train_batch(own, objective, scope=scope_of(samples), plan=plan)
+        result = engine.train_batch(own, objective, scope=scope_of(samples), plan=program)
         for name, parameter in engine.model.named_parameters():
             assert parameter.grad is not None, name
             assert (parameter.grad == 0).all(), name
         engine.model.zero_grad(set_to_none=True)
         assert (result.num_terms, result.sequence_tokens, result.executed_tokens) == (0, 0, 0)
         assert result.totals == {"value": 0.0, "sums": {}, "maxima": {}}
-        assert engine.forward_batch(own, plan=plan) == []
+        assert engine.forward_batch(own, plan=program) == []
         got = run_ranks(engine, samples, objective, [idle, busy, idle])
         assert got.metrics == pytest.approx(alone.metrics, abs=1e-12)
 
@@ -195,9 +198,9 @@ def test_a_step_without_a_trained_token_runs_on_no_rank():
     samples = [trained([1, 2, 3], [0, 0, 0], str(i), advantage=1.0) for i in range(3)]
     engine = TreeEngine(tiny())
     for task in tasks_of(engine, samples, 5):
-        own, plan = plan_for(engine, samples, task)
+        own, program = program_for(engine, samples, task)
         engine.model.zero_grad(set_to_none=True)
-        result = engine.train_batch(own, objectives.grpo(), scope=scope_of(samples), plan=plan)
+        result = engine.train_batch(own, objectives.grpo(), scope=scope_of(samples), plan=program)
         assert (result.executed_tokens, result.metrics) == (0, {"loss": 0.0})
         assert all(p.grad is None for p in engine.model.parameters())
 
@@ -298,8 +301,8 @@ def test_a36_shares_of_a_batch_are_one_update():
         rates, consumed = [], 0
         for _ in range(4):
             for task in tasks_of(engine, samples, ranks):
-                own, plan = plan_for(engine, samples, task)
-                engine.train_batch(own, GRPO["token_mean"], scope=scope_of(samples), plan=plan)
+                own, program = program_for(engine, samples, task)
+                engine.train_batch(own, GRPO["token_mean"], scope=scope_of(samples), plan=program)
                 consumed += len(own)
             rates.append(optimizer.step()["lr"])
         optimizer.release()

@@ -6,7 +6,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.tree.statistics import plan_statistics
 from tests.batches import VOCAB, tiny, trained
 
@@ -34,5 +35,6 @@ def test_run(samples, budget):
     some = [samples[k] for k in CHECKED]
     for k, expected in zip(CHECKED, FlatEngine(tiny()).forward_batch(some)):
         np.testing.assert_allclose(logprobs[k], expected, atol=1e-9)
-    counts = plan_statistics(engine.plan(samples))
+    (plan,) = engine.plan(samples).plans
+    counts = plan_statistics(plan)
     assert json.loads(json.dumps(asdict(counts))) == asdict(counts)

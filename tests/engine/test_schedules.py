@@ -6,13 +6,14 @@ import torch
 
 from megatron_dta.engine import executor as executor_module
 from megatron_dta.engine.cache import ArenaCache
-from megatron_dta.engine.engine import FlatEngine, TreeEngine
+from megatron_dta.engine.engine import TreeEngine
+from megatron_dta.engine.flat import FlatEngine
 from megatron_dta.tree.forest import build_forest
 from megatron_dta.tree.schedule import schedule
 from megatron_dta.tree.statistics import memory_statistics, plan_statistics
 from megatron_dta.verify import random_objective, with_random_advantages
 from tests.batches import SHAPES, batch, grad_error, step, tiny
-from tests.forests import make_plan
+from tests.forests import make_plan, program
 
 TWO_TREES = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8, 9], [7, 8, 10, 10]]
 
@@ -26,7 +27,7 @@ class Planned(TreeEngine):
 
     def __init__(self, model, plan):
         super().__init__(model, poison_cache=True)
-        self.given = plan
+        self.given = program(plan)
 
     def plan(self, samples):
         return self.given
@@ -65,6 +66,28 @@ def test_backwards_may_wait_first_in_first_out(in_flight):
     assert_plan_is_exact(make_plan(forest_of(samples), 4, in_flight=in_flight), samples)
 
 
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_the_last_backward_is_announced_once_right_before_it(monkeypatch, in_flight):
+    """Reductions of gradients start in it: one too early would miss what later chunks add."""
+    samples = batch(SHAPES["comb"] + SHAPES["ragged"])
+    engine = Planned(tiny(), make_plan(forest_of(samples), 4, in_flight=in_flight))
+    happened = []
+    run_backward = executor_module.backward
+
+    def noting(outputs, grads):
+        happened.append("backward")
+        run_backward(outputs, grads)
+
+    monkeypatch.setattr(executor_module, "backward", noting)
+    engine.train_batch(samples, random_objective(), on_last_backward=happened.append)
+    tiny().zero_grad(set_to_none=True)
+    (plan,) = engine.given.plans
+    assert len(plan.chunks) > 3
+    assert happened == ["backward"] * (len(plan.chunks) - 1) + [0, "backward"]
+    engine.forward_batch(samples)
+    assert len(happened) == len(plan.chunks) + 1, "a sweep has no backward"
+
+
 class CountingCache(ArenaCache):
     """Counts the rows that hold something a later operation needs."""
 
@@ -100,7 +123,7 @@ def test_live_states_are_the_predicted_peak(monkeypatch, budget):
     monkeypatch.setattr(executor_module, "ArenaCache", CountingCache)
     samples = batch(SHAPES["comb"] + SHAPES["ragged"])
     engine = TreeEngine(tiny(), budget=budget)
-    plan = engine.plan(samples)
+    (plan,) = engine.plan(samples).plans
     step(engine, samples, random_objective())
     cache = CountingCache.last
     assert (cache.peak_states, cache.peak_grads) == (plan.state_rows, plan.grad_rows)
@@ -113,7 +136,7 @@ def test_live_states_are_the_predicted_peak(monkeypatch, budget):
 def test_live_states_do_not_exceed_the_path():
     """D06: in a comb whose turns are run one by one, only the open path is alive."""
     samples = batch(SHAPES["comb"])
-    plan = TreeEngine(tiny(), budget=2).plan(samples)
+    (plan,) = TreeEngine(tiny(), budget=2).plan(samples).plans
     assert plan.state_rows <= max(len(s.tokens) for s in samples)
 
 

@@ -50,6 +50,7 @@ def layer(num_heads: int, num_kv_heads: int, head_size: int, **options) -> TreeC
         num_moe_experts=None,
         mtp_num_layers=None,
         apply_query_key_layer_scaling=False,
+        context_parallel_size=1,
         **options,
     )
     return TreeCoreAttention(config=config, layer_number=1, attn_mask_type=None, attention_type="self")
@@ -74,13 +75,14 @@ def run_plan(plan, backend, inputs, device):
     def rows(values):
         return torch.from_numpy(np.asarray(values, np.int64)).to(device)
 
-    def call(item, mode, **fields):
+    def call(item, mode, own_rows=None, **fields):
         taken = rows(np.pad(item.tokens, (0, item.size - len(item.tokens))))
         leaves = [x[taken].clone().requires_grad_(mode is Mode.TRAIN) for x in (q, k, v)]
         params = TreeParams(
             mode=mode, depth=taken, mask=tree_mask(item.visible_from, item.visible_to, item.size, device),
-            backend=backend, cache=cache, context_state=rows(item.context_state),
-            **{name: rows(value) for name, value in fields.items()},
+            backend=backend, cache=cache, context_state=cache.rows(item.context_state),
+            own_rows=None if own_rows is None else rows(own_rows),
+            **{name: cache.rows(value) for name, value in fields.items()},
         )  # fmt: skip
         return leaves, module(*(x[:, None] for x in leaves), None, packed_seq_params=params)[:, 0]
 
@@ -95,7 +97,7 @@ def run_plan(plan, backend, inputs, device):
             flight[op.index] = call(chunk, Mode.TRAIN, **{name: getattr(chunk, name) for name in names})
         elif op.kind is Kind.BACKWARD:
             chunk, (leaves, out) = plan.chunks[op.index], flight.pop(op.index)
-            cache.begin_grads(rows(chunk.fresh_grad))
+            cache.begin_grads(chunk.fresh_grad)
             real, taken = len(chunk.tokens), rows(chunk.tokens)
             grad = torch.zeros_like(out)
             grad[:real] = dout[taken].flatten(1)
@@ -103,7 +105,7 @@ def run_plan(plan, backend, inputs, device):
             for result, value in zip(results, [out.view_as(leaves[0]), *(x.grad for x in leaves)]):
                 result[taken] = value[:real].detach()
         else:
-            cache.free(rows(op.free_state), rows(op.free_grad))
+            cache.free(op.free_state, op.free_grad)
     return results
 
 
@@ -195,7 +197,6 @@ def test_without_a_plan_it_is_ordinary_causal():
         ("window_size", (128, 0)),
         ("softmax_type", "learnable"),
         ("mtp_num_layers", 1),
-        ("num_moe_experts", 8),
         ("attention_dropout", 0.1),
         ("hidden_dropout", 0.1),
     ],
@@ -205,6 +206,23 @@ def test_unsupported_options_are_refused_by_name(option, value):
     config = vars(layer(4, 2, 8).config) | {option: value}
     with pytest.raises(UsageError, match=option):
         TreeCoreAttention(config=SimpleNamespace(**config), layer_number=1)
+
+
+@pytest.mark.parametrize("cp_comm_type", ["p2p", None])
+def test_context_parallelism_that_is_not_built_is_refused(cp_comm_type):
+    config = SimpleNamespace(**(vars(layer(4, 2, 8).config) | {"context_parallel_size": 2}))
+    with pytest.raises(UsageError, match=f"cp_comm_type is {cp_comm_type!r}; expected one of a2a, all_gather"):
+        TreeCoreAttention(config=config, layer_number=1, cp_comm_type=cp_comm_type)
+
+
+def test_context_ranks_without_a_plan_are_refused():
+    """Each has some rows of the sequence: ordinary attention among them would be wrong without a sign of it."""
+    config = SimpleNamespace(**(vars(layer(4, 2, 8).config) | {"context_parallel_size": 2}))
+    groups = SimpleNamespace(cp=object())
+    module = TreeCoreAttention(config=config, layer_number=1, cp_comm_type="a2a", pg_collection=groups)
+    x = torch.zeros(3, 1, 4, 8)
+    with pytest.raises(ValueError, match="without a plan there is no context parallelism"):
+        module(x, x, x, None)
 
 
 def test_bias_and_foreign_packing_are_refused():
@@ -229,7 +247,7 @@ def test_several_processes_are_refused(monkeypatch, name):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setattr(parallel.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(parallel.dist, "init_process_group", lambda *_, **__: pytest.fail("one process went ahead"))
-    with pytest.raises(UsageError, match=f"^{name} is 2; only `train` runs on several processes"):
+    with pytest.raises(UsageError, match=f"^{name} is 2; only `train` and `verify --parallel` run on several"):
         parallel.initialize()
 
 

@@ -81,8 +81,16 @@ def alone(folder) -> Callable[[str], Path]:
     return train
 
 
-def arguments(folder: Path, objective: str, output: Path) -> list[str]:
-    return ["train", str(folder / "run.toml"), *OBJECTIVES[objective], f"train.output={output}"]
+def arguments(folder: Path, objective: str, output: Path, *axes: str) -> list[str]:
+    return ["train", str(folder / "run.toml"), *OBJECTIVES[objective], f"train.output={output}", *axes]
+
+
+def run_torchrun(num_processes: int, *command: str) -> str:
+    """Run `python -m megatron_dta command` under torchrun; return what it printed to standard error."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes))
+    ran = run_alone("-m", *launcher, "-m", "megatron_dta", *command)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stderr
 
 
 def records_in(output: Path) -> list[dict]:
@@ -119,12 +127,58 @@ def test_grpo_under_mpiexec(folder, alone):
 @pytest.mark.parametrize(("objective", "num_ranks"), [("grpo", 2), ("sft", 3)])
 def test_under_torchrun(folder, alone, objective, num_ranks):
     output = folder / f"torchrun {objective}"
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
-    ran = run_alone("-m", *launcher, "-m", "megatron_dta", *arguments(folder, objective, output))
-    assert ran.returncode == 0, ran.stderr
+    told = run_torchrun(num_ranks, *arguments(folder, objective, output))
     assert_same_training(output, alone(objective), objective)
-    assert ran.stderr.count(f"{num_ranks} rank(s)") == 1, "one process speaks for all"
-    assert ran.stderr.count("update 1/") == 1
+    assert told.count(f"{num_ranks} process(es), {num_ranks} replica(s)") == 1, "one process speaks for all"
+    assert told.count("update 1/") == 1
+
+
+def test_pipeline_under_mpiexec(folder, alone):
+    """One replica of two stages: samples, sweeps and weights go through the process that leads it."""
+    output = folder / "mpi pp2"
+    run_mpi(2, "-m", "megatron_dta", *arguments(folder, "grpo", output, "parallel.pipeline=2"))
+    assert_same_training(output, alone("grpo"), "grpo")
+
+
+@pytest.mark.parametrize(
+    ("objective", "num_processes", "axes", "told_axes"),
+    [
+        ("grpo", 2, ("parallel.tensor=2",), "1 replica(s) on tp2"),
+        ("sft", 4, ("parallel.tensor=2", "parallel.sequence=true"), "2 replica(s) on tp2 sp"),
+    ],
+)
+def test_tensor_ranks_under_torchrun(folder, alone, objective, num_processes, axes, told_axes):
+    """One replica, and two of which one has no sequence in the last batch."""
+    output = folder / f"torchrun {told_axes}"
+    told = run_torchrun(num_processes, *arguments(folder, objective, output, *axes))
+    assert_same_training(output, alone(objective), objective)
+    assert told.count(f"{num_processes} process(es), {told_axes}") == 1, "one process speaks for all"
+    assert told.count("update 1/") == 1
+
+
+def test_flat_training_of_a_split_model_is_refused(folder):
+    """F17: every sequence alone needs the whole model in one process; each process says so, none waits."""
+    command = arguments(folder, "sft", folder / "refused", "parallel.tensor=2", "engine.mode=flat")
+    ran = start_mpi(2, "-m", "megatron_dta", *command)
+    assert ran.returncode == 2
+    assert "every sequence alone runs on models that one process holds whole, not on tp2" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (folder / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        (("parallel.tensor=3",), "2 process(es) do not divide into replicas of 3 (tp3)"),
+        (("parallel.pipeline=2", "parallel.virtual=2"), "refused: layers not a multiple of pipeline x virtual"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(folder, axes, told):
+    ran = start_mpi(2, "-m", "megatron_dta", *arguments(folder, "sft", folder / "refused", *axes))
+    assert ran.returncode == 2
+    assert told in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (folder / "refused").exists()
 
 
 DRIVER = """

@@ -33,9 +33,9 @@ COUNTS = st.integers(1, 40)
 @settings(derandomize=True, deadline=None, database=None, max_examples=300)
 @given(COUNTS, COUNTS, st.booleans(), COUNTS, st.sampled_from(sorted(FP8_ROWS)))
 def test_the_multiple_is_the_least_that_everybody_can_deal(block, tensor, sequence_parallel, context, fp8):
-    """Whole blocks; equally many rows for every slice of every rank; full groups of the format in each of them."""
+    """Whole blocks; equally many rows for every rank, context times tensor; full groups of the format on each."""
     multiple = row_multiple(block=block, tensor=tensor, sequence_parallel=sequence_parallel, context=context, fp8=fp8)
-    shards = (tensor if sequence_parallel else 1) * (2 * context if context > 1 else 1)
+    shards = (tensor if sequence_parallel else 1) * context
     fitting = (n for n in itertools.count(block, block) if n % shards == 0 and (n // shards) % FP8_ROWS[fp8] == 0)
     assert multiple == next(fitting)
     if not sequence_parallel:
@@ -50,9 +50,11 @@ def test_the_multiple_is_the_least_that_everybody_can_deal(block, tensor, sequen
         ({"fp8": "mxfp8"}, 32),
         ({"tensor": 8}, 1),
         ({"tensor": 8, "sequence_parallel": True, "fp8": "mxfp8"}, 256),
-        ({"context": 2}, 4),
-        ({"context": 4, "tensor": 2, "sequence_parallel": True, "fp8": "fp8", "block": 128}, 256),
-        ({"block": np.int64(128), "context": np.int32(3)}, lcm(128, 6)),
+        ({"context": 2}, 2),
+        ({"context": 4, "tensor": 2, "sequence_parallel": True, "fp8": "fp8", "block": 128}, 128),
+        ({"context": 3, "tensor": 2, "sequence_parallel": True}, 6),
+        ({"context": 3, "tensor": 2}, 3),
+        ({"block": np.int64(128), "context": np.int32(3)}, lcm(128, 3)),
     ],
 )
 def test_multiples(options, multiple):

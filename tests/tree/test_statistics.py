@@ -9,7 +9,9 @@ from megatron_dta.tree.budget import WHOLE
 from megatron_dta.tree.forest import build_forest
 from megatron_dta.tree.statistics import (
     activation_bytes,
+    linear_flops,
     memory_statistics,
+    num_expert_parameters,
     num_parameters,
     over_ranks,
     plan_statistics,
@@ -36,6 +38,9 @@ TINY = ModelConfig(
     init_std=0.02,
     max_positions=64,
 )
+
+# Three experts of 3 x 4 x 5 = 60 in place of the MLP, two of them for each token, and a router of 12.
+MIXTURE = replace(TINY, family="qwen3_moe", num_experts=3, experts_per_token=2, expert_ffn_size=5)
 
 # The example of this file: a root 1, its child 2, and below that the leaf 3 and the chain 4, 5.
 #   sequences: 3 + 4 tokens, areas 6 + 10; tree: 5 tokens at depths 0, 1, 2, 2, 3, area 1 + 2 + 3 + 3 + 4.
@@ -148,6 +153,8 @@ def test_parameters_are_counted(changes, parameters):
         "Qwen3-0.6B",
         "Qwen3-8B",
         "Qwen3-32B",
+        "Qwen3-30B-A3B",
+        "Qwen3-235B-A22B",
     ],
 )
 def test_parameters_equal_those_of_published_models(data_dir, name):
@@ -169,6 +176,32 @@ def test_memory_of_the_example(dtype, narrow, wide, masters):
     assert memory.activations == 2 * activation_bytes(TINY, narrow)
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.states, memory.accumulators, memory.activations)
     assert memory.total == sum(parts)
+
+
+def test_a_token_works_on_its_experts_alone_and_memory_holds_all():
+    assert linear_flops(MIXTURE) == 2 * 2 * (48 + 12 + 2 * 60)
+    assert num_expert_parameters(MIXTURE) == 2 * 3 * 60
+    assert num_expert_parameters(TINY) == 0
+    assert num_parameters(MIXTURE) == 2 * 40 + 2 * (48 + 12 + 3 * 60 + 2 * 4 + 2 * 2) + 4
+    assert num_parameters(replace(MIXTURE, ffn_size=7)) == num_parameters(MIXTURE), "no layer has that MLP"
+    assert activation_bytes(MIXTURE, 2) == 2 * (2 * (6 * 4 + 3 * (4 + 2 * 2) + 4 + 4 + 2 * (4 + 5 * 5)) + 3 * 3 * 4)
+
+
+@pytest.mark.parametrize(("name", "active"), [("Qwen3-30B-A3B", 3.3e9), ("Qwen3-235B-A22B", 22e9)])
+def test_active_parameters_are_those_that_the_name_says(name, active, data_dir):
+    config = read_model_config(data_dir / "hf_configs" / f"{name}.json")
+    embeddings = 2 * config.vocab_size * config.hidden_size
+    assert linear_flops(config) / 2 + embeddings == pytest.approx(active, rel=0.02)
+
+
+def test_memory_of_experts_is_spread_over_their_own_ranks():
+    """360 weights of experts, 228 others, which two ranks halve."""
+    counts = plan_statistics(example(2))
+    shares = {"tensor": 2, "context": 2}
+    assert memory_statistics(counts, MIXTURE, "bf16", **shares, expert=4, expert_tensor=1).weights == (90 + 114) * 2
+    assert memory_statistics(counts, MIXTURE, "bf16", **shares, expert=2).weights == (90 + 114) * 2
+    assert memory_statistics(counts, MIXTURE, "bf16", **shares).weights == (180 + 114) * 2
+    assert memory_statistics(counts, MIXTURE, "bf16", pipeline=2, expert=2).weights == (90 + 114) * 2
 
 
 def test_activations_of_a_token_grow_with_every_width():
