@@ -114,7 +114,9 @@ RULES = (
     ),
     Rule(
         name="MLP columns not a multiple of tensor",
-        refused=lambda a, m, world: m.ffn_size % a.tensor != 0 or m.expert_ffn_size % a.expert_tensor_size != 0,
+        refused=lambda a, m, world: bool(
+            m.expert_ffn_size % a.expert_tensor_size if m.num_experts else m.ffn_size % a.tensor
+        ),
         remedy="choose tensor (for experts expert_tensor) as a divisor of the MLP's intermediate size",
     ),
     Rule(

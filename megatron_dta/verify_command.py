@@ -1,5 +1,6 @@
 """The `verify` command: open the model and the rollouts, compare, print a table."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from megatron_dta.axes import Axes
 from megatron_dta.checkpoint.open_model import open_model, tiny_model
+from megatron_dta.control.launch import detect_launch
 from megatron_dta.data.rollouts import read_rollouts
 from megatron_dta.data.samples import Sample
 from megatron_dta.mcore.model import TreeModel
@@ -36,6 +38,8 @@ def run_verify(
     axes: Axes | None,
 ) -> int:
     """Return 0 if trees train as each rollout alone would, 1 if not; `axes`: on all processes that were started."""
+    if axes is not None:
+        only_rank(detect_launch(os.environ).rank)
     samples = read_rollouts(rollouts, form=form, limit=limit, truncate=truncate, mask=mask, on_warning=say)
     if not (hf_folder or hf_config):
         samples, vocab_size = renumbered(samples)
@@ -58,7 +62,6 @@ def run_verify(
     if axes is None:
         return _report(verify(open_, samples, **options), f"budget {budget}")
     with joined() as processes:
-        only_rank(processes.launch.rank)
         verdict = verify_parallel(open_, samples, axes, processes.communicator, **options)
         title = f"budget {budget}, {processes.launch.size} process(es): {axes.describe()}"
         status = np.array([0 if verdict is None else _report(verdict, title)])

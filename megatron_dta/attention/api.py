@@ -1,6 +1,6 @@
 """Tree attention behind one pair of functions; which backend computes it is always the caller's explicit choice.
 
-Shapes: T query rows, C keys (context first, then the T own rows), N query heads, K key/value heads, H head size.
+Shapes: T query rows, C keys (context first, then the call's rows), N query heads, K key/value heads, H head size.
 """
 
 from typing import Protocol

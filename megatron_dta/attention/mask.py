@@ -26,11 +26,6 @@ class TreeMask:
     def num_keys(self) -> int:
         return len(self.visible_from)
 
-    @property
-    def num_context(self) -> int:
-        """Keys that are not also queries."""
-        return self.num_keys - self.num_queries
-
     def cached(self, key: Any, build: Callable[[], Any]) -> Any:
         """Build something once for all layers of a call: block lists, segment lists, padded vectors."""
         if key not in self._cache:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
+from megatron_dta.errors import UsageError
 from megatron_dta.mcore.places import Place, split_pieces, vocabulary_pieces
 
 if TYPE_CHECKING:
@@ -187,18 +188,24 @@ def stream_whole(
 
 
 def on_root(peers: Peers, action: Callable[[], Any]) -> Any:
-    """Run an action on process 0 and return its JSON value everywhere; where it raises, the others RuntimeError."""
+    """Run an action on process 0 and return its JSON value everywhere.
+
+    Where it raises, the others raise RuntimeError with its message, and UsageError for a UsageError.
+    """
     error, told = None, ""
     if peers.rank == 0:
         try:
             told = json.dumps({"value": action()})
         except Exception as raised:  # whatever it is: the others wait to hear of it
-            error, told = raised, json.dumps({"error": f"{type(raised).__name__}: {raised}"})
+            kind = "usage" if isinstance(raised, UsageError) else type(raised).__name__
+            error, told = raised, json.dumps({"kind": kind, "message": str(raised)})
     outcome = json.loads(bytes(peers.broadcast(told.encode())))
     if error is not None:
         raise error
-    if "error" in outcome:
-        raise RuntimeError(f"process 0 failed with {outcome['error']}")
+    if outcome.get("kind") == "usage":
+        raise UsageError(outcome["message"])
+    if "kind" in outcome:
+        raise RuntimeError(f"process 0 failed with {outcome['kind']}: {outcome['message']}")
     return outcome["value"]
 
 
