@@ -117,9 +117,7 @@ def _lay_out(axes: Axes) -> None:
             f"{world} process(es) do not divide into replicas of {axes.replica_size} ({axes.describe()}); start a "
             f"multiple of {axes.replica_size}"
         )
-    _made.clear()
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _take_apart()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=axes.tensor,
         pipeline_model_parallel_size=axes.pipeline,
@@ -143,6 +141,20 @@ def _lay_out(axes: Axes) -> None:
         expert_model=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         transfers=_transfers(axes, world) if axes.pipeline > 1 else None,
     )
+
+
+def _take_apart() -> None:
+    """End the groups that exist, if any: each has threads and connections."""
+    transfers = [g.transfers for g in _made.values() if g.transfers is not None]
+    own = {group for t in transfers for group in (t.forward, t.backward, t.forward_wrap, t.backward_wrap)}
+    _made.clear()
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in dict.fromkeys([*made, *own]):
+        if group is not dist.group.WORLD and group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
 
 
 def _transfers(axes: Axes, world: int) -> Transfers:
@@ -236,8 +248,7 @@ def refuse_several_processes() -> None:
 
 def leave() -> None:
     """Leave the groups that `initialize` made for several processes; the last thing a process does."""
-    _made.clear()
-    parallel_state.destroy_model_parallel()
+    _take_apart()
     dist.destroy_process_group()
 
 

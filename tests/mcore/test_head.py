@@ -12,6 +12,7 @@ SCRIPT = str(ROOT / "tests/parallel/ranks_head.py")
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_shared_vocabulary_equals_whole(num_ranks):
+    """B02: targets on every rank; log-probs, and the gradients of each rank's words."""
     lines = run_torch(num_ranks, SCRIPT).splitlines()
     assert [line for line in lines if line.endswith(" ok")] == [f"{check.__name__} ok" for check in CHECKS]
 

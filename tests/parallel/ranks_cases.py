@@ -125,7 +125,7 @@ def equals(found: Pass | None, expected: Pass | None, bound: float = EXACT) -> N
     """Hold the outcome on process 0 to the reference."""
     if found is not None and expected is not None:
         d = difference(found, expected)
-        assert max(d.logprob, d.loss, d.grad) <= bound, d
+        assert all(far <= bound for far in (d.logprob, d.loss, d.grad)), d
 
 
 def finished(run: ParallelRun) -> Pass | None:

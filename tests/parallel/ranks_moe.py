@@ -113,7 +113,7 @@ def own_tokens(shared: Shared, num_tokens: int, turned: bool = False) -> torch.T
 
 
 def check_layout(name: str) -> None:
-    """Outputs, gradients and losses of tokens that two ranks share; B22: nothing is doubled."""
+    """A42: outputs, gradients and losses of tokens that two ranks share; B22: nothing is doubled."""
     shared, num_tokens = Shared(LAYOUTS[name]), 13
     multiplicity = torch.arange(num_tokens) % 4 + 1
     hidden, num_flat = random_hidden(num_tokens), int(multiplicity.sum())

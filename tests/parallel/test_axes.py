@@ -99,6 +99,7 @@ def spawn(kind: str, num_processes: int, cells: dict[str, dict[str, Any]]) -> di
     [("dense", 2, DENSE_2), ("tied", 2, TIED_2), ("moe", 2, MOE_2), ("dense", 4, DENSE_4), ("moe", 4, MOE_4)],
 )
 def test_exact(kind, num_processes, cells):
+    """C07: also on stages that have neither the first layer nor the last. B22: experts that processes share."""
     bound = ROUTER_EXACT if kind == "moe" else EXACT
     for cell, results in spawn(kind, num_processes, cells).items():
         assert results, f"{cell} was not run"
@@ -124,7 +125,7 @@ def test_three_steps(kind, cells):
 
 @pytest.mark.parametrize(("kind", "broken"), [("dense", SABOTAGE_2), ("tied", TIED_SABOTAGE_2)])
 def test_negative_controls(kind, broken):
-    """The same comparison finds each way to break an axis."""
+    """The same comparison finds each way to break an axis; C07: a stage with a causal mask in place of the tree's."""
     cells = {name: axes | BROKEN | {"sabotage": name} for name, axes in broken.items()}
     for results in spawn(kind, 2, cells).values():
         (result,) = results

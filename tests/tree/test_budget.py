@@ -33,7 +33,7 @@ COUNTS = st.integers(1, 40)
 @settings(derandomize=True, deadline=None, database=None, max_examples=300)
 @given(COUNTS, COUNTS, st.booleans(), COUNTS, st.sampled_from(sorted(FP8_ROWS)))
 def test_the_multiple_is_the_least_that_everybody_can_deal(block, tensor, sequence_parallel, context, fp8):
-    """Whole blocks; equally many rows for every rank, context times tensor; full groups of the format on each."""
+    """C11: whole blocks; equally many rows for every rank, context times tensor; full groups of the format on each."""
     multiple = row_multiple(block=block, tensor=tensor, sequence_parallel=sequence_parallel, context=context, fp8=fp8)
     shards = (tensor if sequence_parallel else 1) * context
     fitting = (n for n in itertools.count(block, block) if n % shards == 0 and (n // shards) % FP8_ROWS[fp8] == 0)
