@@ -42,8 +42,6 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--parallel", action="store_true", help="on all processes that torchrun or mpiexec started")
     verify.add_argument("--sp", action="store_true", help="sequence parallel over the tensor ranks")
     verify.add_argument("--cp-comm", default="a2a", choices=("a2a", "allgather"), help="how context ranks attend")
-    verify.add_argument("--vpp", type=int, default=1, metavar="N", help="model parts a pipeline stage interleaves")
-    verify.add_argument("--etp", type=int, metavar="N", help="tensor ranks of an expert, by default those of --tp")
     _add_axes(verify)
     verify.set_defaults(run=_verify)
     plan = commands.add_parser("plan", help="what a rollout file saves and costs; needs no torch")
@@ -74,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_axes(parser: argparse.ArgumentParser) -> None:
     for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"{name}-parallel size")
+    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="model parts a pipeline stage interleaves")
+    parser.add_argument("--etp", type=int, metavar="N", help="tensor ranks of an expert, by default those of --tp")
 
 
 def _add_rollout_options(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +147,9 @@ def _plan(args: argparse.Namespace) -> int:
             tensor=args.tp,
             context=args.cp,
             pipeline=args.pp,
+            virtual=args.vpp,
             expert=args.ep,
+            expert_tensor=args.etp,
             padding=options.pop("padding"),
             fp8=args.fp8,
         ),
