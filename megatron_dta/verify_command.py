@@ -1,6 +1,7 @@
 """The `verify` command: open the model and the rollouts, compare, print a table."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,19 +39,6 @@ def run_verify(
     axes: Axes | None,
 ) -> int:
     """Return 0 if trees train as each rollout alone would, 1 if not; `axes`: on all processes that were started."""
-    if axes is not None:
-        only_rank(detect_launch(os.environ).rank)
-    samples = read_rollouts(rollouts, form=form, limit=limit, truncate=truncate, mask=mask, on_warning=say)
-    if not (hf_folder or hf_config):
-        samples, vocab_size = renumbered(samples)
-        say(f"no --model or --config: a tiny random {tiny} model over the {vocab_size:,} ids that occur")
-
-    def open_(model_dtype: str) -> TreeModel:
-        if hf_folder or hf_config:
-            return open_model(hf_folder=hf_folder, hf_config=hf_config, dtype=model_dtype)[0]
-        longest = max(len(s.tokens) for s in samples)
-        return tiny_model(tiny, vocab_size, dtype=model_dtype, max_positions=longest, axes=axes)
-
     options: dict[str, Any] = {
         "dtype": dtype,
         "budget": budget,
@@ -59,9 +47,22 @@ def run_verify(
         "temperature": temperature,
         "say": say,
     }
+
+    def opened() -> tuple[list[Sample], Callable[[str], TreeModel]]:
+        samples = read_rollouts(rollouts, form=form, limit=limit, truncate=truncate, mask=mask, on_warning=say)
+        if hf_folder or hf_config:
+            return samples, lambda dtype: open_model(hf_folder=hf_folder, hf_config=hf_config, dtype=dtype)[0]
+        samples, vocab_size = renumbered(samples)
+        say(f"no --model or --config: a tiny random {tiny} model over the {vocab_size:,} ids that occur")
+        longest = max(len(s.tokens) for s in samples)
+        return samples, lambda dtype: tiny_model(tiny, vocab_size, dtype=dtype, max_positions=longest, axes=axes)
+
     if axes is None:
+        samples, open_ = opened()
         return _report(verify(open_, samples, **options), f"budget {budget}")
-    with joined() as processes:
+    only_rank(detect_launch(os.environ).rank)
+    with joined() as processes:  # before anything that may fail on one process alone
+        samples, open_ = opened()
         verdict = verify_parallel(open_, samples, axes, processes.communicator, **options)
         title = f"budget {budget}, {processes.launch.size} process(es): {axes.describe()}"
         status = np.array([0 if verdict is None else _report(verdict, title)])

@@ -154,11 +154,12 @@ def loss_grads(objective: Objective, terms: Terms, leaves, totals: Totals) -> Gr
     """Evaluate the objective on a part of the step and differentiate it by edge log-probs and source entropies.
 
     Without a use of the entropies their gradient is None, which spares the head work; log-probs always have one, so
-    that a backward runs also where no term depends on the model.
+    that a backward runs also where no term depends on the model. An objective never sees a part without terms.
     """
+    if not len(terms.logprobs):
+        return torch.zeros_like(leaves[0]), None
     loss = objective(terms)
-    if len(terms.logprobs):
-        totals.add(loss)
+    totals.add(loss)
     grads = (None, None)
     if loss.value.requires_grad:
         grads = torch.autograd.grad(loss.value, leaves, allow_unused=True)

@@ -175,6 +175,7 @@ class TreeLayer(TransformerLayer):
             return super().forward(*args, **kwargs)
         finally:
             router.params = None
+            vars(self.mlp.token_dispatcher).update(probs=None)  # else the call's whole graph lives until the next
 
 
 _MULTIPLICITY = "counts a shared token as often as sequences hold it; Megatron's would count it once"

@@ -44,7 +44,9 @@ class ShardedAdamW:
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply the gradients that `norm` took."""
-        torch._foreach_mul_([p.grad for g in self.megatron.param_groups for p in g["params"]], factor)
+        grads = [p.grad for g in self.megatron.param_groups for p in g["params"]]
+        if grads:  # a rank may have no shard
+            torch._foreach_mul_(grads, factor)
 
     @torch.no_grad()
     def update(self, lr: float) -> None:

@@ -169,7 +169,8 @@ def _transfers(axes: Axes, world: int) -> Transfers:
             group = dist.new_group(ranks)
             if rank in ranks:
                 found[name] = group
-                _meet(group, name)
+    for name, group in found.items():
+        _meet(group, name)
     for name in ("forward", "backward"):
         found.setdefault(name + "_wrap", found[name])
     return Transfers(**found)
