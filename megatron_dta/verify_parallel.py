@@ -1,6 +1,5 @@
 """Are all parallel axes exact? The same samples on many processes, and each alone on one, compared."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dta.axes import Axes
-from megatron_dta.control.communicator import Communicator
+from megatron_dta.control.communicator import Communicator, gather_numbers
 from megatron_dta.control.wire import pack, unpack
 from megatron_dta.data.samples import Sample, columns
 from megatron_dta.engine.base import StepResult
@@ -132,7 +131,7 @@ class ParallelRun:
         values = result.term_logprobs.double().cpu().numpy()
         logprobs = self._in_order(per_sequence(self.samples, term_index(self.samples), values))
         grads = main_grads(self.engine.model, self.communicator)
-        parts = self._numbers({"totals": result.totals, "executed": result.executed_tokens})
+        parts = gather_numbers(self.communicator, {"totals": result.totals, "executed": result.executed_tokens})
         if logprobs is None or grads is None:
             return None
         executed = sum(parts[leader]["executed"] for leader in self._leaders())
@@ -151,9 +150,6 @@ class ParallelRun:
         size = self.communicator.size
         replicas = [self.axes.replica_of(process, size) for process in range(size)]
         return [replicas.index(replica) for replica in range(len(self.tasks))]
-
-    def _numbers(self, numbers: dict) -> list[dict]:
-        return [json.loads(bytes(part)) for part in self.communicator.allgather(json.dumps(numbers).encode())]
 
     def _in_order(self, values: list[np.ndarray]) -> list[np.ndarray] | None:
         """Bring every replica's values to process 0, in the samples' order."""

@@ -4,6 +4,7 @@ A payload is anything that exposes contiguous memory: bytes, memoryview, numpy a
 1-D uint8 array. A rank's own payload comes back as a view of it, not as a copy: do not change it afterwards.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -45,6 +46,11 @@ class Communicator(Protocol):
 def as_uint8(payload: Any) -> np.ndarray:
     """Return a payload's memory as a 1-D uint8 view; raise ValueError where it is not C-contiguous."""
     return np.frombuffer(payload, np.uint8)
+
+
+def gather_numbers(communicator: Communicator, numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the numbers of every process, by rank, on every process."""
+    return [json.loads(part.tobytes()) for part in communicator.allgather(json.dumps(numbers).encode())]
 
 
 class Pairwise:

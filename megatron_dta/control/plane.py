@@ -8,7 +8,6 @@ go back to the leader that handed the sample in, in its order.
 Shapes: W processes, R replicas.
 """
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dta.control.communicator import Communicator
+from megatron_dta.control.communicator import Communicator, gather_numbers
 from megatron_dta.control.parcels import pack_samples, unpack_samples
 from megatron_dta.control.planning import Forecast, forecast_in, request, structure_of, tasks_in
 from megatron_dta.control.service import Planner
@@ -169,7 +168,7 @@ class ControlPlane:
 
     def gather_numbers(self, numbers: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the numbers of every process, on every process; those at `leaders` speak for whole replicas."""
-        return [json.loads(part.tobytes()) for part in self.communicator.allgather(json.dumps(numbers).encode())]
+        return gather_numbers(self.communicator, numbers)
 
     def _answer(self) -> dict[str, Any]:
         """Return the planner's answer on every process; an error of the planner is raised on all of them."""

@@ -25,6 +25,8 @@ class RankCall:
     tokens: torch.Tensor
     """int64 [n]: token ids."""
     params: TreeParams
+    rows: np.ndarray
+    """int64 [n]: this process's rows of the call, increasing."""
 
 
 def as_index(rows: np.ndarray | None, device: torch.device) -> torch.Tensor:
@@ -50,9 +52,9 @@ class Calls:
             weights[call.source_rows if isinstance(call, Chunk) else []] = 1
         return deal(weights, self.axes.context)
 
-    def edges(self, chunk: Chunk) -> ShardEdges:
-        """Return the chunk's edges whose source this process computes."""
-        return shard_chunk_edges(chunk, self.rows(chunk)[self.groups.cp.rank()])
+    def edges(self, chunk: Chunk, rows: np.ndarray) -> ShardEdges:
+        """Return the chunk's edges whose source is among these rows."""
+        return shard_chunk_edges(chunk, rows)
 
     def make(self, call: Call, mode: Mode, cache: StateCache) -> RankCall:
         """Return this process's share of a call of one model part, whose cache is given."""
@@ -80,7 +82,7 @@ class Calls:
         if isinstance(call, Chunk) and mode is Mode.TRAIN:
             params.context_grad, params.own_grad = cache.rows(call.context_grad), cache.rows(call.own_grad)
             params.own_rows = as_index(call.own_rows, self.device)
-        return RankCall(tokens=tokens, params=params)
+        return RankCall(tokens=tokens, params=params, rows=rows)
 
     def num_hidden(self, call: Call) -> int:
         """Return the rows of the hidden states that this process's layers hand on."""

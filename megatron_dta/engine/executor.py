@@ -11,7 +11,7 @@ import torch
 
 from megatron_dta.attention.api import Backend
 from megatron_dta.engine.cache import ArenaCache, SharedArenaCache
-from megatron_dta.engine.calls import Calls, as_index
+from megatron_dta.engine.calls import Calls, RankCall, as_index
 from megatron_dta.engine.links import Arriving, Links
 from megatron_dta.mcore.head import edge_logprobs
 from megatron_dta.mcore.model import TreeModel
@@ -140,7 +140,8 @@ class Executor:
         if operation.kind is Kind.PUSH:
             with torch.no_grad():
                 received = self._received(part, Flow.ACTIVATION, Kind.PUSH, operation.index)
-                self._made = self._hidden(part, plan.pushes[operation.index], Mode.PUSH, received)
+                own = self.calls.make(plan.pushes[operation.index], Mode.PUSH, self.caches[part])
+                self._made = self._hidden(part, own, received)
         elif operation.kind is Kind.FORWARD:
             self._forward(part, operation.index, chunk_loss)
         else:
@@ -151,13 +152,14 @@ class Executor:
         received = self._received(part, Flow.ACTIVATION, Kind.FORWARD, index)
         if received is not None and trains:
             received.requires_grad_()
+        own = self.calls.make(chunk, self.mode, self.caches[part])
         with torch.set_grad_enabled(trains):
-            hidden = self._hidden(part, chunk, self.mode, received)
+            hidden = self._hidden(part, own, received)
             if not self.model.parts[part].post_process:
                 self._made = hidden.detach()
                 entry = _InFlight(received=received, hidden=hidden)
             else:
-                edges = self.calls.edges(chunk)
+                edges = self.calls.edges(chunk, own.rows)
                 outputs = self._head(hidden, edges)
                 grads = chunk_loss(edges, outputs[0].detach(), outputs[1].detach())
                 entry = _InFlight(received=received, outputs=outputs, grads=grads)
@@ -193,12 +195,13 @@ class Executor:
             torch.autograd.backward([entry.hidden], [grad])
         self._made = None if entry.received is None else entry.received.grad
 
-    def _hidden(self, part: int, call: Call, mode: Mode, received: torch.Tensor | None) -> torch.Tensor:
+    def _hidden(self, part: int, own: RankCall, received: torch.Tensor | None) -> torch.Tensor:
         """Run a model part over a call's rows: what the next part takes, or final hidden states."""
-        own = self.calls.make(call, mode, self.caches[part])
         routing = own.params.routing = self.routings[part]
         hidden = self.model.run_part(part, own.tokens, own.params, received)
-        if routing is not None and mode is Mode.PUSH:  # its tokens' rows may be on other processes in their chunks
+        if (
+            routing is not None and own.params.mode is Mode.PUSH
+        ):  # its tokens' rows may be on other processes in their chunks
             assert own.params.routed_tokens is not None
             routing.share(own.params.routed_tokens)
         return hidden

@@ -68,19 +68,6 @@ class Groups:
     def stage(self) -> int:
         return self.pp.rank()
 
-    @property
-    def stages(self) -> int:
-        return self.pp.size()
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.stages - 1
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this process adds to sums over all processes what its stage and its rows hold, once per row."""
-        return self.is_last_stage and self.tp.rank() == 0
-
 
 _made: dict[Axes, Groups] = {}
 """The groups that exist now, by their axes: at most one entry; Megatron's own are global too."""

@@ -1,7 +1,6 @@
 """Experts by their Hugging Face names: real checkpoints, and transformers' own model as the oracle."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -11,21 +10,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from megatron_dta.checkpoint.hf_names import hf_shapes, mappings
 from megatron_dta.mcore import parallel
 from megatron_dta.mcore.model import TreeModel, build_model
-from megatron_dta.model_config import parse_model_config, read_model_config
+from megatron_dta.model_config import parse_model_config
 
 VOCAB = 101
-REAL = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-480B-A35B-Instruct")
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_names_and_shapes_of_real_checkpoints(name, data_dir):
-    shapes = hf_shapes(read_model_config(data_dir / "hf_configs" / f"{name}.json"))
-    recorded = json.loads((data_dir / "hf_shapes" / f"{name}.json").read_text())
-    assert len(shapes) == recorded["tensors"]
-    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == recorded["params"]
-    elsewhere = re.compile(r"model\.layers\.(?![03]\.)|model\.layers\.\d+\.mlp\.experts\.(?!0\.)")
-    listed = {key: list(shape) for key, shape in shapes.items() if not elsewhere.match(key)}
-    assert listed == recorded["shapes_layers_0_and_3_expert_0"]
 
 
 def random_hf(normalised: bool) -> torch.nn.Module:

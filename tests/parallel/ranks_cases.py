@@ -215,8 +215,8 @@ def rolled_labels():
     """Predict the token of a rank's own next row in place of the chunk's next row, as labels rolled after the split."""
     edges_of = Calls.edges
 
-    def broken(self, chunk):
-        edges, own = edges_of(self, chunk), self.rows(chunk)[self.groups.cp.rank()]
+    def broken(self, chunk, own):
+        edges = edges_of(self, chunk, own)
         source = own[edges.source_rows[edges.edge_source]]
         following = np.roll(own, -1)[edges.source_rows[edges.edge_source]]
         is_next = self.forest.edges[edges.edges] == source + 1

@@ -59,7 +59,7 @@ def hidden_states(model: TreeModel, num_tokens: int = 11) -> torch.Tensor:
     tokens = torch.arange(num_tokens) * 7 % model.model_config.vocab_size
     hidden: torch.Tensor | None = None
     for part in range(len(model.parts)):
-        for stage in range(model.groups.stages):
+        for stage in range(model.groups.pp.size()):
             if stage == model.groups.stage:
                 hidden = model.run_part(part, tokens, None, hidden).contiguous()
             else:
